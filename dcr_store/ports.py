@@ -1,0 +1,80 @@
+"""What the upper floors ask of an object store and of a receiver's target.
+
+The protocols carry the promises; ``objects/`` and ``targets/`` satisfy them. Imports numpy for types only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Bytes = bytes | bytearray | memoryview
+
+
+class ObjectStore(Protocol):
+    """Objects under string keys (``a/b/c``), read-after-write consistent. Safe to call from any thread.
+
+    Every method retries what is worth retrying, with back-off, and raises ``StorageError`` with the key when
+    that does not help. Keys are checked: one with ``..``, an empty component, a leading ``/``, a backslash or NUL is
+    refused with ``InvalidInputError`` before any I/O.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where the store is, for people."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether reading an object back costs no network."""
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the bytes ``[start, stop)`` of an object; ``NotFoundError`` if there is none.
+
+        An answer shorter than the range within the object is retried, never returned.
+        """
+
+    def put(self, key: str, data: Bytes) -> None:
+        """Store an object, atomically and durably, over whatever is there."""
+
+    def put_if_absent(self, key: str, data: Bytes) -> bool:
+        """Create an object, atomically and durably, unless the key is taken.
+
+        Returns
+        -------
+        bool
+            True if the key now holds exactly `data`, put there by this call (also when its answer was lost);
+            False if it holds something else.
+
+        Raises
+        ------
+        OutcomeUnknownError
+            No answer, and the read-back kept failing until the deadline.
+        """
+
+    def list(self, prefix: str) -> dict[str, int]:
+        """Return key → nbytes of every object whose key starts with `prefix` (which ends in ``/``, or is empty)."""
+
+    def list_names(self, prefix: str) -> list[str]:
+        """Return the sorted next path components below `prefix` (which ends in ``/``)."""
+
+    def size(self, key: str) -> int | None:
+        """Return an object's nbytes, or None if there is none."""
+
+    def delete(self, key: str) -> None:
+        """Delete an object; one that does not exist is no error."""
+
+
+class Target(Protocol):
+    """The bits of one state that a receiver brings up to date, by chunks of the canonical spaces.
+
+    Safe to call from several threads on different chunks. ``space`` is ``u8``, ``u16``, ``u32`` or ``u64``.
+    """
+
+    def read_chunk(self, space: str, chunk: int, out: NDArray[np.unsignedinteger]) -> None:
+        """Copy a chunk's current bits into `out`, uintN of shape (chunk_elements,); zeros where no tensor is."""
+
+    def write_chunk(self, space: str, chunk: int, bits: NDArray[np.unsignedinteger]) -> None:
+        """Overwrite a chunk with `bits`, uintN of shape (chunk_elements,); elements of no tensor are dropped."""
