@@ -1,0 +1,1 @@
+"""Bits to bytes: chunk encoding, the Zarr codec, linear digests. Pure: no I/O."""

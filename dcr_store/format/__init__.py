@@ -1,0 +1,1 @@
+"""The JSON side of docs/spec: names, keys, records, documents and their validation. Pure: no I/O."""

@@ -1,0 +1,1 @@
+"""Questions about versions: resolve, read, diff, verify."""

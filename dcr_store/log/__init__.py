@@ -1,0 +1,1 @@
+"""The manifest log of a line: fold (pure), append (conditional), checkpoints."""

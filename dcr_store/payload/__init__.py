@@ -1,0 +1,1 @@
+"""The payload of one version: partitions, digest tables, contributions, and how they are read and written."""

@@ -1,0 +1,1 @@
+"""Producing a version: baseline, change detection, the transaction writer, commit and resume."""

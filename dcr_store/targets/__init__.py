@@ -1,0 +1,1 @@
+"""What receivers write to: safetensors directories and memory. Satisfies ``ports.Target``; knows no receiver."""
