@@ -1,0 +1,130 @@
+"""Names that users give (docs/spec/v1.md §2), version references, and the key of every object.
+
+Refuses each name outside the pattern before any I/O; names of tensors and files never come here.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from dcr_store.errors import InvalidInputError
+
+STORE_KEY: Final = "dcr.json"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_PARTICIPANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+_VERSION: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,127})@(0|[1-9][0-9]{0,11})")
+_ROOT: Final = re.compile(r"[0-9a-f]{8,64}")
+
+
+def check_line(name: object) -> str:
+    """Return `name` if it can name a line, else raise ``InvalidInputError``."""
+    return _check(name, _NAME, "line", "[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_writer(name: object) -> str:
+    """Return `name` if it can name a writer, else raise ``InvalidInputError``."""
+    return _check(name, _PARTICIPANT, "writer", "[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+
+
+def _check(name: object, pattern: re.Pattern[str], what: str, shown: str) -> str:
+    if not isinstance(name, str) or not pattern.fullmatch(name):
+        text = repr(name)
+        raise InvalidInputError(f"{text if len(text) <= 80 else text[:77] + '...'} cannot name a {what}; use {shown}")
+    return name
+
+
+def new_txid() -> str:
+    """Return a new transaction or record id: 32 random hex digits."""
+    return secrets.token_hex(16)
+
+
+def new_incarnation() -> str:
+    """Return a new incarnation: 16 random hex digits."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRef:
+    """How a user addresses a version: by line and number, by the head of a line, or by a prefix of a state root."""
+
+    line: str | None
+    number: int | None
+    root_prefix: str | None
+
+    @classmethod
+    def parse(cls, text: object) -> VersionRef:
+        """Parse ``main@42``, ``main`` (the head of the line) or a root's prefix of 8 to 64 hex digits.
+
+        Text that could be either is taken for a root's prefix first, as the line if no root has it.
+        """
+        if isinstance(text, str):
+            if match := _VERSION.fullmatch(text):
+                return cls(match[1], int(match[2]), None)
+            prefix = text if _ROOT.fullmatch(text) else None
+            if _NAME.fullmatch(text):
+                return cls(text, None, prefix)
+        raise InvalidInputError(
+            f"{text!r} is no version; use LINE@NUMBER, LINE, or at least 8 hex digits of a state root"
+        )
+
+
+def version_name(line: str, number: int) -> str:
+    """Return ``line@number``."""
+    return f"{line}@{number}"
+
+
+def layout_key(sha256: str) -> str:
+    """Return the key of a layout."""
+    return f"layouts/{sha256}.json"
+
+
+def record_key(line: str, seq: int) -> str:
+    """Return the key of a log record."""
+    return f"log/{line}/{seq:020d}.json"
+
+
+def hint_key(line: str) -> str:
+    """Return the key of a line's hint."""
+    return f"log/{line}/latest.json"
+
+
+def checkpoint_key(line: str, seq: int) -> str:
+    """Return the key of the log checkpoint that folds records ``0 … seq-1``."""
+    return f"log/{line}/checkpoints/{seq:020d}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TransactionKeys:
+    """The keys of one transaction's objects."""
+
+    line: str
+    version: int
+    txid: str
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of all of them, ending in ``/``."""
+        return f"versions/{self.line}/{self.version:012d}-{self.txid}/"
+
+    def journal(self, writer: str, incarnation: str, seq: int) -> str:
+        """Return the key of a journal entry."""
+        return f"{self.prefix}journal/{writer}.{incarnation}.{seq:06d}.json"
+
+    def data(self, writer: str, incarnation: str) -> str:
+        """Return the prefix of what one incarnation of a writer stores, ending in ``/``."""
+        return f"{self.prefix}data/{writer}.{incarnation}/"
+
+    def partition(self, writer: str, incarnation: str, array: str, index: int) -> str:
+        """Return the key of a partition; `array` is e.g. ``u16/mask``."""
+        return f"{self.data(writer, incarnation)}{array}/c/{index}"
+
+    def attempt(self, attempt: int) -> str:
+        """Return the prefix of a committer's attempt, ending in ``/``."""
+        return f"{self.prefix}attempts/{attempt}/"
+
+    def manifest(self, attempt: int) -> str:
+        """Return the key of an attempt's manifest."""
+        return f"{self.attempt(attempt)}manifest.json"
