@@ -5,6 +5,7 @@ The protocols carry the promises; ``objects/`` and ``targets/`` satisfy them. Im
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class ObjectStore(Protocol):
     def list(self, prefix: str) -> dict[str, int]:
         """Return key → nbytes of every object whose key starts with `prefix` (which ends in ``/``, or is empty)."""
 
-    def list_names(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> Sequence[str]:
         """Return the sorted next path components below `prefix` (which ends in ``/``)."""
 
     def size(self, key: str) -> int | None:

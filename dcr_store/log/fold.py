@@ -74,7 +74,8 @@ class OpenTransaction:
 class VersionRow:
     """One committed version, as the log tells it.
 
-    ``message`` and ``metadata`` are None where they are too long for a checkpoint: then they stand in record ``begin_seq``.
+    ``message`` and ``metadata`` are None where they are too long for a checkpoint; then they stand in record
+    ``begin_seq``.
     """
 
     version: int
