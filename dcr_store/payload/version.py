@@ -1,0 +1,226 @@
+"""The objects of one committed version, read and checked against the references that lead to them (docs/spec/v1.md §11).
+
+Everything returned has the SHA-256 recorded in the log; an object that has not, or is missing, is an ``IntegrityError``
+that names its key. Partitions are fetched on request and not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dcr_store.codec.digest import state_root
+from dcr_store.errors import FormatError, IntegrityError, NotFoundError
+from dcr_store.format import canonical
+from dcr_store.format.documents import SPACES, Array, JournalEntry, Manifest, ObjectRef, Partition, Seal
+from dcr_store.format.names import TransactionKeys, layout_key, version_name
+from dcr_store.layout.layout import Layout
+from dcr_store.payload import contributions, shard
+from dcr_store.payload.contributions import Rows
+from dcr_store.ports import ObjectStore
+
+Table = NDArray[np.uint64]
+
+
+def fetch(objects: ObjectStore, ref: ObjectRef) -> bytes:
+    """Return the object that `ref` names.
+
+    Raises
+    ------
+    IntegrityError
+        If it is missing, of another length, or of other content.
+    """
+    try:
+        data = objects.get(ref.key)
+    except NotFoundError as error:
+        raise IntegrityError(
+            "the object is missing; restore it from a copy of the store",
+            key=ref.key,
+            expected=f"{ref.nbytes} bytes",
+            found="nothing",
+        ) from error
+    canonical.check_sha256(data, ref.sha256, ref.key)
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class SealedPartition:
+    """A partition of one writer, with what is needed to read it."""
+
+    array: Array
+    partition: Partition
+    key: str
+
+    @property
+    def ref(self) -> ObjectRef:
+        """The object."""
+        return ObjectRef(self.key, self.partition.sha256, self.partition.nbytes)
+
+    @property
+    def first_chunk(self) -> int:
+        """The chunk index, in the space, of the partition's first chunk."""
+        return self.partition.index * (self.array.shard // self.array.chunk)
+
+    @property
+    def n_chunks(self) -> int:
+        """The number of places in the partition."""
+        return self.array.shard // self.array.chunk
+
+    def parse(self, data: bytes) -> dict[int, memoryview]:
+        """Return the encoded chunks in `data` by their index in the space."""
+        return {self.first_chunk + place: chunk for place, chunk in shard.parse(data, self.n_chunks, self.key).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class VersionContents:
+    """All of a version but its partitions.
+
+    Attributes
+    ----------
+    tables : mapping of str to ndarray of uint64, shape (n_chunks,)
+        The digest of each chunk of each space in this version's state.
+    touched : mapping of str to dict of int to tuple
+        Per space and chunk that the version changed: XOR over writers of (L of mask, L of overwrite).
+    partitions : tuple of SealedPartition
+        All that count.
+    """
+
+    manifest: Manifest
+    layout: Layout
+    seals: tuple[tuple[JournalEntry, Seal], ...]
+    tables: Mapping[str, Table]
+    touched: Mapping[str, Mapping[int, tuple[int, int]]]
+    partitions: tuple[SealedPartition, ...]
+
+    @property
+    def name(self) -> str:
+        """``line@number``."""
+        return version_name(self.manifest.line, self.manifest.version)
+
+    @property
+    def is_anchor(self) -> bool:
+        """Whether the base is the all-zero state."""
+        return self.manifest.base is None
+
+
+def read_layout(objects: ObjectStore, sha256: str) -> Layout:
+    """Read and check a layout."""
+    key = layout_key(sha256)
+    try:
+        data = objects.get(key)
+    except NotFoundError as error:
+        raise IntegrityError("the layout is missing; restore it from a copy of the store", key=key) from error
+    canonical.check_sha256(data, sha256, key)
+    return Layout.from_json_bytes(data, key=key)
+
+
+def read_manifest(objects: ObjectStore, ref: ObjectRef) -> Manifest:
+    """Read and check a manifest."""
+    return Manifest.from_bytes(fetch(objects, ref), ref.key)
+
+
+def read_tables(objects: ObjectStore, manifest: Manifest, layout: Layout, chunk_elements: int) -> dict[str, Table]:
+    """Read the digest tables of a version and prove them by its root."""
+    tables: dict[str, Table] = {}
+    for space in SPACES:
+        n_chunks = -(-layout.spaces[space] // chunk_elements)
+        if n_chunks == 0:
+            tables[space] = np.empty(0, np.uint64)
+            continue
+        if space not in manifest.digests:
+            raise FormatError(
+                "names no digest table",
+                key=f"{manifest.line}@{manifest.version}",
+                expected=space,
+                found=sorted(manifest.digests),
+            )
+        ref = manifest.digests[space].table
+        data = fetch(objects, ref)
+        if len(data) != 8 * n_chunks:
+            raise FormatError("the digest table is too short", key=ref.key, expected=8 * n_chunks, found=len(data))
+        tables[space] = np.frombuffer(data, "<u8").astype(np.uint64, copy=False)
+    found = root_of(layout, tables, chunk_elements)
+    if found != manifest.root:
+        raise IntegrityError(
+            "the digest tables do not give the version's root",
+            key=f"{manifest.line}@{manifest.version}",
+            expected=manifest.root,
+            found=found,
+        )
+    return tables
+
+
+def root_of(layout: Layout, tables: Mapping[str, Table], chunk_elements: int) -> str:
+    """Return the state root (§7) of a layout and its digest tables."""
+    return state_root(layout.sha256, {space: (layout.spaces[space], chunk_elements, tables[space]) for space in SPACES})
+
+
+def read_contents(objects: ObjectStore, manifest: Manifest, layout: Layout, chunk_elements: int) -> VersionContents:
+    """Read what a manifest leads to.
+
+    Raises
+    ------
+    IntegrityError, FormatError
+        If an object is missing, damaged, or does not belong to this version.
+    """
+    keys = TransactionKeys(manifest.line, manifest.version, manifest.txid)
+    seals: list[tuple[JournalEntry, Seal]] = []
+    touched: dict[str, dict[int, tuple[int, int]]] = {space: {} for space in SPACES}
+    partitions: list[SealedPartition] = []
+    for seal_ref in manifest.seals:
+        entry = JournalEntry.from_bytes(fetch(objects, seal_ref.ref), seal_ref.ref.key)
+        named = (entry.line, entry.txid, entry.attempt, entry.writer, entry.incarnation)
+        expected = (manifest.line, manifest.txid, manifest.attempt, seal_ref.writer, seal_ref.incarnation)
+        if named != expected or entry.seal is None:
+            raise FormatError("is not the seal of this version", key=seal_ref.ref.key, expected=expected, found=named)
+        seals.append((entry, entry.seal))
+        arrays = {
+            array.array: _check_array(array, layout, chunk_elements, seal_ref.ref.key) for array in entry.seal.arrays
+        }
+        for partition in entry.seal.partitions:
+            if partition.array not in arrays:
+                raise FormatError(
+                    "names a partition of no array",
+                    key=seal_ref.ref.key,
+                    expected=sorted(arrays),
+                    found=partition.array,
+                )
+            key = keys.partition(entry.writer, partition.incarnation, partition.array, partition.index)
+            partitions.append(SealedPartition(arrays[partition.array], partition, key))
+        ref = entry.seal.contributions
+        for space, chunk, mask, overwrite, _ in contributions.by_chunk(
+            contributions.decode(fetch(objects, ref), ref.key)
+        ):
+            before = touched[space].get(chunk, (0, 0))
+            touched[space][chunk] = before[0] ^ mask, before[1] ^ overwrite
+    tables = read_tables(objects, manifest, layout, chunk_elements)
+    return VersionContents(manifest, layout, tuple(seals), tables, touched, tuple(partitions))
+
+
+def _check_array(array: Array, layout: Layout, chunk_elements: int, key: str) -> Array:
+    space = array.array.partition("/")[0]
+    if (array.shape, array.chunk) != (layout.spaces[space], chunk_elements):
+        raise FormatError(
+            f"array {array.array} does not fit the layout",
+            key=key,
+            expected=(layout.spaces[space], chunk_elements),
+            found=(array.shape, array.chunk),
+        )
+    return array
+
+
+__all__ = [
+    "Rows",
+    "SealedPartition",
+    "Table",
+    "VersionContents",
+    "fetch",
+    "read_contents",
+    "read_layout",
+    "read_manifest",
+    "read_tables",
+    "root_of",
+]
