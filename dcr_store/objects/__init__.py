@@ -1,1 +1,1 @@
-"""Object stores over fsspec that satisfy ``ports.ObjectStore``: a directory, memory, S3. Refuses every other protocol."""
+"""Object stores that satisfy ``ports.ObjectStore``: a directory, memory, S3. Refuses every other protocol."""

@@ -1,0 +1,68 @@
+"""From a URL to the object store behind it.
+
+Parses with fsspec; refuses every protocol but ``file``, ``memory`` and ``s3``.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from fsspec.core import split_protocol
+from fsspec.implementations.local import LocalFileSystem
+
+from dcr_store.errors import InvalidInputError
+from dcr_store.objects.local import LocalObjects
+from dcr_store.objects.memory import MemoryObjects
+from dcr_store.objects.retry import RetryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dcr_store.ports import ObjectStore
+
+
+def open_objects(
+    url: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    retry: RetryPolicy | None = None,
+) -> ObjectStore:
+    """Return the object store at `url`. No I/O takes place; a store need not exist there yet.
+
+    Parameters
+    ----------
+    url : str or os.PathLike
+        A path, ``file://…``, ``memory://name``, or ``s3://bucket/prefix``.
+    storage_options : mapping, optional
+        For S3, what ``fsspec.filesystem("s3", …)`` takes: key, secret, token, endpoint_url, client_kwargs, profile,
+        anon, …; what is not given comes from the usual AWS environment variables and files. The other protocols
+        take none.
+    retry : RetryPolicy, optional
+        How long failing operations are repeated.
+
+    Raises
+    ------
+    InvalidInputError
+        Another protocol, no bucket, or options that the protocol does not take.
+    StorageError
+        The package that the protocol needs is not installed.
+    """
+    text = os.fspath(url)
+    if not text or "\0" in text:
+        raise InvalidInputError(f"not a store's URL: {text!r}; give a path, file://, memory:// or s3://bucket/prefix")
+    protocol, path = split_protocol(text)
+    if protocol == "s3":
+        from dcr_store.objects.s3 import S3Objects
+
+        return S3Objects(text, storage_options, retry)
+    if protocol not in (None, "file", "local", "memory"):
+        raise InvalidInputError(
+            f"cannot keep a store at {text!r}: protocol {protocol!r} has no atomic put-if-absent here; "
+            "use a path, file://, memory:// or s3://"
+        )
+    if storage_options:
+        raise InvalidInputError(f"{text!r} takes no storage options, but {sorted(storage_options)} were given")
+    if protocol == "memory":
+        return MemoryObjects(path)
+    return LocalObjects(LocalFileSystem._strip_protocol(text), retry)
