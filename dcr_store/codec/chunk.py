@@ -1,0 +1,328 @@
+"""Chunk encoding: ``N`` unsigned integers to bytes and back, format `dcr.delta` (docs/spec/v1.md, section 6.2).
+
+A chunk is a mask, mostly zeros, or an anchor's bits. The encoder takes the smallest of nothing, sparse, dense and
+raw. Every function that reads an encoded chunk treats it as hostile: what violates the format is refused with
+``FormatError`` before anything of the caller's is written, and memory is bounded by the decoded chunk. Encoding is
+deterministic for one version of the zstd library.
+
+`base`, the bits that a mask applies to, is accepted for methods that condition on it; format 1 has none and ignores it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from dcr_store.codec import dense, kernels, sparse
+from dcr_store.codec.streams import StreamReader
+from dcr_store.errors import FormatError, InvalidInputError
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+    Bits = NDArray[np.unsignedinteger[Any]]
+    Bytes = bytes | bytearray | memoryview
+
+ZERO: Final = 0
+RAW: Final = 1
+DENSE: Final = 2
+SPARSE: Final = 3
+HEADER_NBYTES: Final = 8
+MAX_ELEMENTS: Final = (1 << 32) - 1
+# Below this density sparse always wins; above it, both are tried.
+_DENSE_FROM: Final = 0.3
+
+
+def encode(mask: Bits, base: Bits | None = None) -> bytes:
+    """Encode a chunk given whole.
+
+    Parameters
+    ----------
+    mask : ndarray of uint8, uint16, uint32 or uint64, shape (N,)
+        Native byte order, ``1 <= N < 2**32``; read only.
+    base : ndarray like `mask`, optional
+        The bits that `mask` applies to; format 1 ignores it.
+
+    Returns
+    -------
+    bytes
+        At most ``8 + mask.nbytes``.
+
+    Raises
+    ------
+    InvalidInputError
+        `mask` has another dtype, shape or length.
+    """
+    mask = checked_bits(mask, "mask")
+    positions, values = kernels.engine().find_nonzero(mask)
+    return _encode(positions, values, len(mask), mask)
+
+
+def encode_sparse(positions: NDArray[np.uint32], values: Bits, n_elements: int, base: Bits | None = None) -> bytes:
+    """Encode a chunk given by its non-zero elements; the same bytes as ``encode`` of the whole chunk.
+
+    Parameters
+    ----------
+    positions : ndarray of uint32, shape (n,)
+        Ascending, distinct, below `n_elements`; read only.
+    values : ndarray of uint8, uint16, uint32 or uint64, shape (n,)
+        None of them zero; read only.
+    n_elements : int
+        ``N``.
+    base : ndarray like `values`, shape (N,), optional
+        The bits that the mask applies to; format 1 ignores it.
+
+    Raises
+    ------
+    InvalidInputError
+        Positions do not ascend or reach `n_elements`, a value is zero, or an array has another dtype or shape.
+    """
+    values = checked_sparse(positions, values, n_elements)
+    return _encode(np.ascontiguousarray(positions), values, n_elements, None)
+
+
+def checked_sparse(positions: NDArray[np.uint32], values: Bits, n_elements: int) -> Bits:
+    """Return `values`, C-contiguous, or refuse what ``encode_sparse`` refuses."""
+    values = checked_bits(values, "values", empty=True)
+    if positions.dtype != np.uint32 or positions.shape != values.shape:
+        raise InvalidInputError(
+            "positions do not fit values",
+            expected=f"uint32 of shape {values.shape}",
+            found=f"{positions.dtype} of shape {positions.shape}",
+        )
+    if not 1 <= n_elements <= MAX_ELEMENTS:
+        raise InvalidInputError("impossible number of elements", expected=f"1 to {MAX_ELEMENTS}", found=n_elements)
+    if len(positions) and (positions[-1] >= n_elements or np.any(positions[1:] <= positions[:-1])):
+        raise InvalidInputError(
+            "positions must ascend below the number of elements", expected=n_elements, found=int(positions.max())
+        )
+    if not values.all():
+        raise InvalidInputError("values of a sparse chunk must not be zero", expected="non-zero", found=0)
+    return values
+
+
+def decode(data: Bytes, dtype: DTypeLike, n_elements: int, out: Bits | None = None) -> Bits:
+    """Decode a chunk whole.
+
+    Parameters
+    ----------
+    data : bytes, bytearray or memoryview
+        The encoded chunk; read only.
+    dtype : uint8, uint16, uint32 or uint64
+        What the array that the chunk belongs to holds.
+    n_elements : int
+        ``N``, as the array says.
+    out : ndarray of `dtype`, shape (N,), C-contiguous, optional
+        Overwritten and returned; undefined after an error. A new array by default.
+
+    Raises
+    ------
+    FormatError
+        `data` is not an encoded chunk of `dtype` and `n_elements`.
+    InvalidInputError
+        `out` or `dtype` do not fit.
+    """
+    method, k, mode, body = _open(data, dtype, n_elements)
+    dtype = np.dtype(dtype)
+    if out is None:
+        out = np.empty(n_elements, dtype)
+    check_out(out, dtype, n_elements)
+    if method == SPARSE:
+        positions, values = sparse.decode_body(body, dtype, n_elements, k, mode)
+        body.finish()
+        out[:] = 0
+        kernels.engine().xor_at(out, positions, values)
+    elif method == DENSE:
+        dense.decode_body(body, k, out)
+    elif method == RAW:
+        out[:] = np.frombuffer(body.read_rest(dtype.itemsize * n_elements), dtype)
+    else:
+        body.finish()
+        out[:] = 0
+    return out
+
+
+def decode_sparse(data: Bytes, dtype: DTypeLike, n_elements: int) -> tuple[NDArray[np.uint32], Bits]:
+    """Decode the non-zero elements of a chunk of any method.
+
+    Parameters and errors are those of ``decode``.
+
+    Returns
+    -------
+    positions : ndarray of uint32, shape (n,)
+        Ascending, below `n_elements`.
+    values : ndarray of `dtype`, shape (n,)
+    """
+    method, k, mode, body = _open(data, dtype, n_elements)
+    dtype = np.dtype(dtype)
+    if method == SPARSE:
+        positions, values = sparse.decode_body(body, dtype, n_elements, k, mode)
+        body.finish()
+        return positions, values
+    if method == ZERO:
+        body.finish()
+        return np.empty(0, np.uint32), np.empty(0, dtype)
+    found: tuple[NDArray[np.uint32], Bits] = kernels.engine().find_nonzero(decode(data, dtype, n_elements))
+    return found
+
+
+def apply(data: Bytes, bits: Bits, base: Bits | None = None) -> int:
+    """XOR a chunk into bits, in place.
+
+    Parameters
+    ----------
+    data : bytes, bytearray or memoryview
+        The encoded chunk; read only.
+    bits : ndarray of uint8, uint16, uint32 or uint64, shape (N,)
+        Mutated; not touched if `data` is refused. May be strided or unaligned.
+    base : ndarray like `bits`, optional
+        The bits that the mask was made for, where `bits` are not they; format 1 ignores it.
+
+    Returns
+    -------
+    int
+        Number of elements that changed.
+
+    Raises
+    ------
+    FormatError
+        `data` is not an encoded chunk of the dtype and length of `bits`.
+    InvalidInputError
+        `bits` has another dtype or dimension, or is read-only.
+    """
+    check_target(bits)
+    method, _, _, _ = _open(data, bits.dtype, len(bits))
+    if method in (ZERO, SPARSE):
+        positions, values = decode_sparse(data, bits.dtype, len(bits))
+        kernels.engine().xor_at(bits, positions, values)
+        return len(positions)
+    mask = decode(data, bits.dtype, len(bits))
+    bits ^= mask
+    return int(np.count_nonzero(mask))
+
+
+def find_changes(base: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits]:
+    """Compare two chunks bit by bit.
+
+    Parameters
+    ----------
+    base, new : ndarray of uint8, uint16, uint32 or uint64, shape (N,)
+        Of one dtype and length; read only.
+
+    Returns
+    -------
+    positions : ndarray of uint32, shape (n,)
+        Where they differ, ascending.
+    masks : ndarray like `new`, shape (n,)
+        ``base ^ new`` there.
+
+    Raises
+    ------
+    InvalidInputError
+        The arrays differ in dtype or length, or are not 1-D unsigned integers.
+    """
+    base, new = checked_bits(base, "base", empty=True), checked_bits(new, "new", empty=True)
+    if base.dtype != new.dtype or base.shape != new.shape:
+        raise InvalidInputError(
+            "base and new do not fit each other",
+            expected=f"{base.dtype} {base.shape}",
+            found=f"{new.dtype} {new.shape}",
+        )
+    found: tuple[NDArray[np.uint32], Bits] = kernels.engine().find_changes(base, new)
+    return found
+
+
+def is_zero(data: Bytes) -> bool:
+    """Tell whether an encoded chunk says of itself that no element is set. Such chunks need not be stored."""
+    return len(data) == HEADER_NBYTES and data[0] == ZERO
+
+
+def _encode(positions: NDArray[np.uint32], values: Bits, n_elements: int, mask: Bits | None) -> bytes:
+    width = values.dtype.itemsize
+    if not len(positions):
+        return _header(ZERO, width, 0, 0, n_elements)
+    k, mode, body = sparse.encode_body(positions, values, n_elements)
+    method = SPARSE
+    if len(positions) >= _DENSE_FROM * n_elements:
+        if mask is None:
+            mask = np.zeros(n_elements, values.dtype)
+            mask[positions] = values
+        k_dense, dense_body = dense.encode_body(mask)
+        if len(dense_body) < len(body):
+            method, k, mode, body = DENSE, k_dense, 0, dense_body
+    if len(body) >= width * n_elements:
+        if mask is None:
+            mask = np.zeros(n_elements, values.dtype)
+            mask[positions] = values
+        return _header(RAW, width, 0, 0, n_elements) + mask.tobytes()
+    return _header(method, width, k, mode, n_elements) + body
+
+
+def _header(method: int, width: int, k: int, mode: int, n_elements: int) -> bytes:
+    return bytes((method, width, k, mode)) + n_elements.to_bytes(4, "little")
+
+
+def _open(data: Bytes, dtype: DTypeLike, n_elements: int) -> tuple[int, int, int, StreamReader]:
+    """Check an encoded chunk's header; return its method, ``k``, value mode and body."""
+    dtype = checked_dtype(dtype)
+    view = memoryview(data).cast("B")
+    longest = HEADER_NBYTES + dtype.itemsize * n_elements
+    if not HEADER_NBYTES <= len(view) <= longest:
+        raise FormatError(
+            "encoded chunk of a length it cannot have", expected=f"{HEADER_NBYTES} to {longest} bytes", found=len(view)
+        )
+    method, width, k, mode = view[:4]
+    n = int.from_bytes(view[4:8], "little")
+    if method not in (ZERO, RAW, DENSE, SPARSE):
+        raise FormatError("unknown chunk method; a newer dcr_store may know it", expected="0 to 3", found=method)
+    if (width, n) != (dtype.itemsize, n_elements):
+        raise FormatError(
+            "chunk of another dtype or length",
+            expected=f"{n_elements} of {dtype.itemsize} bytes",
+            found=f"{n} of {width} bytes",
+        )
+    if (method in (ZERO, RAW) and k) or (method != SPARSE and mode):
+        raise FormatError(
+            "chunk header with fields set that its method does not have", expected="k and value mode 0", found=(k, mode)
+        )
+    return method, k, mode, StreamReader(view, HEADER_NBYTES)
+
+
+def checked_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """Return `dtype`, or refuse one that chunks do not hold."""
+    dtype = np.dtype(dtype)
+    if dtype.kind != "u" or not dtype.isnative:
+        raise InvalidInputError("chunks hold native unsigned integers", expected="uint8, 16, 32, 64", found=str(dtype))
+    return dtype
+
+
+def checked_bits(bits: Bits, what: str, *, empty: bool = False) -> Bits:
+    """Return `bits`, C-contiguous, or refuse what is no chunk."""
+    if bits.dtype.kind != "u" or not bits.dtype.isnative or bits.ndim != 1:
+        raise InvalidInputError(
+            f"{what} must be a 1-D array of native unsigned integers; take a view",
+            expected="uintN, 1-D",
+            found=f"{bits.dtype}, {bits.ndim}-D",
+        )
+    if not (0 if empty else 1) <= len(bits) <= MAX_ELEMENTS:
+        raise InvalidInputError(f"{what} of an impossible length", expected=f"1 to {MAX_ELEMENTS}", found=len(bits))
+    return np.ascontiguousarray(bits)
+
+
+def check_target(bits: Bits) -> None:
+    """Refuse bits that no chunk can be applied to."""
+    checked_dtype(bits.dtype)
+    if bits.ndim != 1 or not bits.flags.writeable:
+        found = f"{bits.ndim}-D, {'writable' if bits.flags.writeable else 'read-only'}"
+        raise InvalidInputError("cannot apply a chunk to these bits", expected="1-D, writable", found=found)
+
+
+def check_out(out: Bits, dtype: np.dtype[Any], n_elements: int) -> None:
+    """Refuse an `out` that a chunk cannot be decoded into."""
+    if out.dtype != dtype or out.shape != (n_elements,) or not out.flags.c_contiguous or not out.flags.writeable:
+        raise InvalidInputError(
+            "out does not fit",
+            expected=f"writable, contiguous {dtype} of shape ({n_elements},)",
+            found=f"{out.dtype} of shape {out.shape}",
+        )

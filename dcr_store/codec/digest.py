@@ -1,0 +1,116 @@
+"""Digests of chunks and the state root (docs/spec/v1.md, section 7).
+
+A chunk's digest is CRC-64/NVME of its little-endian bytes. CRC is linear over XOR, so with
+``linear(m) = D(m) ^ D(zeros)`` a state's digests follow from its base's: ``D(state ^ m) = D(state) ^ linear(m)``.
+CRC finds faults, not forgeries. Refuses buffers that are not C-contiguous; works on views without copying and without the GIL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from awscrt import checksums
+
+from dcr_store.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    Buffer = bytes | bytearray | memoryview | NDArray[np.generic]
+
+SPACES: Final = ("u8", "u16", "u32", "u64")
+ROOT_PREFIX: Final = b"dcr-root-1"
+_ZEROS_NBYTES: Final = 1 << 20
+
+
+def crc64(data: Buffer) -> int:
+    """Return CRC-64/NVME of a buffer of any length.
+
+    Parameters
+    ----------
+    data : buffer
+        bytes, bytearray, memoryview or ndarray, C-contiguous; read only. An array counts as its bytes in memory.
+
+    Raises
+    ------
+    InvalidInputError
+        `data` is not C-contiguous.
+    """
+    return int(checksums.crc64nvme(_contiguous(data)))
+
+
+def crc32c(data: Buffer) -> int:
+    """Return CRC-32C (Castagnoli) of a buffer, as ``crc64`` does CRC-64/NVME."""
+    return int(checksums.crc32c(_contiguous(data)))
+
+
+@lru_cache(maxsize=256)
+def zeros_digest(nbytes: int) -> int:
+    """Return the digest of `nbytes` zero bytes; remembered for the lengths seen last."""
+    if nbytes < 0:
+        raise InvalidInputError("nbytes must not be negative", expected=">= 0", found=nbytes)
+    block = bytes(min(nbytes, _ZEROS_NBYTES))
+    digest = 0
+    for start in range(0, nbytes, _ZEROS_NBYTES):
+        digest = checksums.crc64nvme(block[: nbytes - start], digest)
+    return int(digest)
+
+
+def linear(digest: int, nbytes: int) -> int:
+    """Return ``L``, the part of a digest of `nbytes` bytes that is linear over XOR."""
+    return digest ^ zeros_digest(nbytes)
+
+
+def state_root(layout_sha256: str, tables: Mapping[str, tuple[int, int, NDArray[np.uint64]]]) -> str:
+    """Return the state root: SHA-256 over the layout's digest and the digest tables of all spaces.
+
+    Parameters
+    ----------
+    layout_sha256 : str
+        64 hex digits.
+    tables : mapping of str to (length, chunk_elements, digests)
+        For each of u8, u16, u32 and u64: the space's length and the chunk length in elements, and the chunks' digests,
+        uint64 of shape ``(ceil(length / chunk_elements),)``.
+
+    Returns
+    -------
+    str
+        64 lower-case hex digits.
+
+    Raises
+    ------
+    InvalidInputError
+        A space is missing or foreign, a table's shape does not fit its space, or `layout_sha256` is no SHA-256.
+    """
+    if set(tables) != set(SPACES):
+        raise InvalidInputError("a state root needs the tables of all spaces", expected=SPACES, found=sorted(tables))
+    try:
+        layout = bytes.fromhex(layout_sha256)
+    except ValueError:
+        layout = b""
+    if len(layout) != 32:
+        raise InvalidInputError("the layout digest is no SHA-256", expected="64 hex digits", found=repr(layout_sha256))
+    root = hashlib.sha256(ROOT_PREFIX + layout)
+    for space in SPACES:
+        length, chunk_elements, digests = tables[space]
+        shape = (-(-length // chunk_elements),)
+        if digests.shape != shape:
+            raise InvalidInputError("digest table of a wrong shape", key=space, expected=shape, found=digests.shape)
+        root.update(length.to_bytes(8, "little") + chunk_elements.to_bytes(8, "little"))
+        root.update(np.ascontiguousarray(digests, dtype="<u8").data)
+    return root.hexdigest()
+
+
+def _contiguous(data: Buffer) -> Buffer:
+    view = data if isinstance(data, np.ndarray) else memoryview(data)
+    contiguous = view.flags.c_contiguous if isinstance(view, np.ndarray) else view.c_contiguous
+    if not contiguous:
+        raise InvalidInputError(
+            "cannot digest a strided buffer; copy it first", expected="C-contiguous", found="strided"
+        )
+    return data
