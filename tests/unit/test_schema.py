@@ -131,15 +131,6 @@ def test_every_field_has_a_type(name: str) -> None:
             assert {keyword for found, keyword in faults(schema, other) if found == pointer} & WRONG, (place, field)
 
 
-def test_a_segment_ends_after_512_rows() -> None:
-    document = copy.deepcopy(VALID["log-checkpoint"]["document"])
-    row = document["body"]["rows"][0]
-    document["body"]["rows"] = [row] * 512
-    assert faults("log-checkpoint", document) == set()
-    document["body"]["rows"] = [row] * 513
-    assert faults("log-checkpoint", document) == {("/body/rows", "maxItems")}
-
-
 def test_record_examples_are_one_log() -> None:
     records = [VALID[name]["document"] for name in sorted(VALID) if name.startswith("log-record.")]
     assert len(records) == 7
