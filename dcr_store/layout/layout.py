@@ -1,0 +1,455 @@
+"""The layout: the table of tensors and the address of each in the canonical spaces (docs/spec/v1.md §5).
+
+Reading refuses every document in which tensors overlap, leave their space, are not aligned, leave gaps other than
+alignment, share a name, or whose numbers are no sizes: ``FormatError`` that names the tensor. Building refuses bad
+names, dtypes and shapes with ``InvalidInputError``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from heapq import nlargest
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from dcr_store.errors import FormatError, InvalidInputError, NotFoundError
+from dcr_store.format import canonical
+from dcr_store.layout.dtypes import ALIGNMENT_NBYTES, DTYPES, MAX_ELEMENTS, SPACES, aligned, dtype, n_elements, width
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FORMAT: Final = "dcr-layout"
+MAX_NAME_NBYTES: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor and where it lies.
+
+    Attributes
+    ----------
+    name, dtype : str
+        Its name, and its dtype as in safetensors.
+    shape : tuple of int
+        In values.
+    space : str
+        The space that holds it.
+    start : int
+        The address of its first element.
+    n_elements : int
+        The addresses it takes; 0 for a tensor without values.
+    aliases : tuple of str
+        Further names of the same storage, in the order in which they were added.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    space: str
+    start: int
+    n_elements: int
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def stop(self) -> int:
+        """The address after its last element."""
+        return self.start + self.n_elements
+
+
+class Piece(NamedTuple):
+    """Where an address range meets a tensor.
+
+    Attributes
+    ----------
+    entry : TensorEntry
+        The tensor.
+    tensor_start, tensor_stop : int
+        The elements of the tensor in the range, counted from its own first.
+    offset : int
+        Where they begin, counted from the start of the range.
+    """
+
+    entry: TensorEntry
+    tensor_start: int
+    tensor_stop: int
+    offset: int
+
+
+class LayoutChanges(NamedTuple):
+    """How a layout differs from another: names only there, names only here, names of which anything else differs."""
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    altered: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Layout:
+    """All tensors of a state and the lengths of the spaces. Immutable; made by `LayoutBuilder` or read from JSON.
+
+    Attributes
+    ----------
+    tensors : tuple of TensorEntry
+        In the order of the first publish; starts ascend within each space.
+    spaces : mapping of str to int
+        Length of each of the four spaces, in elements; a multiple of 64 bytes.
+    """
+
+    tensors: tuple[TensorEntry, ...]
+    spaces: Mapping[str, int]
+    _document: bytes | None = None  # as it was read: the digest covers fields that this version does not know
+
+    @classmethod
+    def from_json_bytes(cls, data: bytes, key: str = "layout") -> Layout:
+        """Read and validate a layout document.
+
+        Parameters
+        ----------
+        data : bytes
+            The document, as stored.
+        key : str
+            Where it comes from, for errors.
+
+        Raises
+        ------
+        FormatError
+            If it is no layout; names the tensor and what was expected.
+        """
+        document = canonical.decode_object(data, key, FORMAT)
+        spaces = _read_spaces(document.get("spaces"), key)
+        tensors = _read_tensors(document.get("tensors"), spaces, key)
+        _check_addresses(tensors, spaces, key)
+        layout = cls(tensors, spaces, data)
+        _check_unique(layout, key)
+        return layout
+
+    def to_json_bytes(self) -> bytes:
+        """Return the document: canonical JSON, or the very bytes that were read."""
+        return self._document if self._document is not None else self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        tensors = [
+            {
+                "aliases": list(entry.aliases),
+                "dtype": entry.dtype,
+                "name": entry.name,
+                "shape": list(entry.shape),
+                "space": entry.space,
+                "start": entry.start,
+            }
+            for entry in self.tensors
+        ]
+        return canonical.encode({"format": FORMAT, "spaces": dict(self.spaces), "tensors": tensors})
+
+    @cached_property
+    def sha256(self) -> str:
+        """The layout digest: SHA-256 of the document, 64 hex digits."""
+        return canonical.sha256(self.to_json_bytes())
+
+    @cached_property
+    def _by_name(self) -> dict[str, TensorEntry]:
+        by_name = {entry.name: entry for entry in self.tensors}
+        by_name.update((alias, entry) for entry in self.tensors for alias in entry.aliases)
+        return by_name
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors in order, then all aliases."""
+        return list(self._by_name)
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return a tensor by its name or an alias; ``NotFoundError`` that says which names are close."""
+        found = self._by_name.get(name)
+        if found is not None:
+            return found
+        close = _close_names(str(name)[:200], self._by_name)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"the layout has {len(self.tensors)} tensors"
+        raise NotFoundError(f"there is no tensor {str(name)[:200]!r}; {hint}")
+
+    def n_chunks(self, space: str, chunk_elements: int) -> int:
+        """Return the number of chunks of a space, the last one perhaps partly past its end."""
+        return -(-self.spaces[space] // chunk_elements)
+
+    @cached_property
+    def _placed(self) -> dict[str, tuple[list[TensorEntry], list[int]]]:
+        """Per space the tensors that take addresses, and their starts, ascending: for bisection."""
+        placed: dict[str, tuple[list[TensorEntry], list[int]]] = {space: ([], []) for space in SPACES}
+        for entry in self.tensors:
+            if entry.n_elements:
+                entries, starts = placed[entry.space]
+                entries.append(entry)
+                starts.append(entry.start)
+        return placed
+
+    def pieces(self, space: str, start: int, stop: int) -> list[Piece]:
+        """Return where the addresses ``[start, stop)`` of a space meet tensors, ascending.
+
+        Addresses of no tensor (alignment gaps, past the end) are in no piece.
+        """
+        entries, starts = self._placed[space]
+        pieces = []
+        for index in range(max(bisect_right(starts, start) - 1, 0), len(entries)):
+            entry = entries[index]
+            if entry.start >= stop:
+                break
+            first, last = max(start, entry.start), min(stop, entry.stop)
+            if first < last:
+                pieces.append(Piece(entry, first - entry.start, last - entry.start, first - start))
+        return pieces
+
+    def occupied(self, space: str, chunk_elements: int) -> NDArray[np.int64]:
+        """Return how many addresses of each chunk belong to a tensor: int64, shape (n_chunks,)."""
+        entries, starts_list = self._placed[space]
+        edges = np.arange(self.n_chunks(space, chunk_elements) + 1, dtype=np.int64) * chunk_elements
+        if not entries:
+            return np.zeros(edges.size - 1, np.int64)
+        starts = np.array(starts_list, np.int64)
+        counts = np.array([entry.n_elements for entry in entries], np.int64)
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        # The number of occupied addresses below each edge: whole tensors, and the part of the one that it falls into.
+        index = np.searchsorted(starts, edges, side="right") - 1
+        inside = np.where(index < 0, 0, np.minimum(edges - starts[index], counts[index]))
+        return np.diff(before[np.maximum(index, 0)] + inside)
+
+    @cached_property
+    def _meaning(self) -> dict[str, tuple[str, tuple[int, ...], frozenset[str]]]:
+        meaning = {}
+        for entry in self.tensors:
+            names = (entry.name, *entry.aliases)
+            value = (entry.dtype, entry.shape, frozenset(names))
+            meaning.update(dict.fromkeys(names, value))
+        return meaning
+
+    def equal(self, other: Layout) -> bool:
+        """Return whether both have the same names, dtypes, shapes and tied names, in any order and at any address.
+
+        Which of several tied names is the tensor's and which its aliases makes no difference.
+        """
+        return self is other or self._meaning == other._meaning
+
+    def changes(self, other: Layout) -> LayoutChanges:
+        """Return what `other` adds, removes and alters; nothing of each exactly if the two are equal."""
+        ours, theirs = self._meaning, other._meaning
+        return LayoutChanges(
+            added=tuple(name for name in theirs if name not in ours),
+            removed=tuple(name for name in ours if name not in theirs),
+            altered=tuple(name for name in ours if name in theirs and ours[name] != theirs[name]),
+        )
+
+    def __repr__(self) -> str:
+        spaces = ", ".join(f"{space} {n}" for space, n in self.spaces.items() if n)
+        return f"<Layout of {len(self.tensors)} tensors: {spaces or 'empty'}>"
+
+
+class LayoutBuilder:
+    """Hands out addresses, tensor by tensor: an entry's address is final as soon as `add` returns it."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, TensorEntry] = {}
+        self._aliases: dict[str, list[str]] = {}
+        self._owner: dict[str, str] = {}
+        self._ends = dict.fromkeys(SPACES, 0)
+
+    def add(self, name: str, dtype_name: str, shape: Sequence[int]) -> TensorEntry:
+        """Add a tensor behind all others of its space.
+
+        Raises
+        ------
+        InvalidInputError
+            If the name is taken or no name, the dtype unknown, the shape none, or the space full (2^62 elements).
+        """
+        self._check_new(name)
+        row = dtype(dtype_name, key=name)
+        start = self._ends[row.space]
+        size = n_elements(row, shape)
+        if aligned(start + size, row.space) > MAX_ELEMENTS:
+            raise InvalidInputError(f"no room left for {size} elements in space {row.space}", key=name)
+        entry = TensorEntry(name, row.name, tuple(shape), row.space, start, size)
+        self._ends[row.space] = aligned(entry.stop, row.space)
+        self._entries[name] = entry
+        self._owner[name] = name
+        return entry
+
+    def add_alias(self, name: str, of: str) -> None:
+        """Add a further name of the tensor `of` (itself a name or an alias)."""
+        self._check_new(name)
+        if of not in self._owner:
+            raise InvalidInputError(f"cannot be an alias of {of!r}, which is no tensor here; add that first", key=name)
+        owner = self._owner[of]
+        self._aliases.setdefault(owner, []).append(name)
+        self._owner[name] = owner
+
+    def build(self) -> Layout:
+        """Return the layout of what was added so far."""
+        tensors = tuple(
+            TensorEntry(e.name, e.dtype, e.shape, e.space, e.start, e.n_elements, tuple(self._aliases.get(e.name, ())))
+            for e in self._entries.values()
+        )
+        return Layout(tensors, dict(self._ends))
+
+    def _check_new(self, name: object) -> None:
+        problem = name_problem(name)
+        if problem is not None:
+            raise InvalidInputError(f"{_shown(name)} cannot name a tensor: {problem}")
+        if name in self._owner:
+            raise InvalidInputError("is the name of two tensors; each needs its own", key=str(name))
+
+
+def name_problem(name: object) -> str | None:
+    """Return why `name` cannot name a tensor (docs/spec/v1.md §5), or None if it can."""
+    if not isinstance(name, str):
+        return "it is not text"
+    if not name:
+        return "it is empty"
+    if "\0" in name:
+        return "it contains NUL"
+    try:
+        nbytes = len(name) if name.isascii() else len(name.encode())
+    except UnicodeEncodeError:
+        return "it is not valid Unicode"
+    return None if nbytes <= MAX_NAME_NBYTES else f"it has {nbytes} bytes, over the {MAX_NAME_NBYTES} allowed"
+
+
+def _close_names(name: str, names: Iterable[str]) -> list[str]:
+    """Return up to three names like `name`; among many names, only those that share most of its parts are compared."""
+    parts = set(name.split("."))
+    likely = nlargest(200, names, key=lambda other: len(parts.intersection(other.split("."))))
+    return get_close_matches(name, likely, n=3)
+
+
+def _read_tensors(rows: object, spaces: dict[str, int], key: str) -> tuple[TensorEntry, ...]:
+    if not isinstance(rows, list):
+        raise FormatError("field 'tensors' is wrong", key=key, expected="a list", found=type(rows).__name__)
+    return tuple(_read_tensor(row, spaces, key, index) for index, row in enumerate(rows))
+
+
+def _read_tensor(row: Any, spaces: dict[str, int], key: str, index: int) -> TensorEntry:
+    if not isinstance(row, dict):
+        raise FormatError(f"tensor {index} is no object", key=key, expected="an object", found=type(row).__name__)
+    name = row.get("name")
+    problem = name_problem(name)
+    if problem is not None or not isinstance(name, str):
+        raise FormatError(f"tensor {index}: {_shown(name)} cannot name a tensor: {problem}", key=key)
+    kind = DTYPES.get(row["dtype"]) if isinstance(row.get("dtype"), str) else None
+    if kind is None:
+        kind = dtype(row.get("dtype"), key=_place(key, name), error=FormatError)
+    shape, start, aliases = row.get("shape"), row.get("start"), row.get("aliases")
+    if not isinstance(shape, list):
+        raise _wrong(key, name, "shape is wrong", "a list", shape)
+    try:
+        size = n_elements(kind, shape)
+    except InvalidInputError as error:
+        raise _wrong(key, name, "shape is wrong", error.expected, error.found) from error
+    if row.get("space") != kind.space:
+        raise _wrong(key, name, f"the space is not that of dtype {kind.name}", kind.space, row.get("space"))
+    if type(start) is not int or not 0 <= start <= MAX_ELEMENTS:
+        raise _wrong(key, name, "start is no address", "an integer from 0 to 2^62", start)
+    if start + size > spaces[kind.space]:
+        raise _wrong(
+            key, name, f"leaves space {kind.space}", f"an end of at most {spaces[kind.space]}", f"{start} + {size}"
+        )
+    if not isinstance(aliases, list):
+        raise _wrong(key, name, "aliases are wrong", "a list", aliases)
+    for alias in aliases:
+        problem = name_problem(alias)
+        if problem is not None:
+            raise FormatError(f"alias {_shown(alias)} cannot name a tensor: {problem}", key=_place(key, name))
+    return TensorEntry(name, kind.name, tuple(shape), kind.space, start, size, tuple(aliases))
+
+
+def _place(key: str, name: str) -> str:
+    return f"{key}#{_shown(name)}"
+
+
+def _wrong(key: str, name: str, message: str, expected: object, found: object) -> FormatError:
+    return FormatError(message, key=_place(key, name), expected=expected, found=_shown(found))
+
+
+def _read_spaces(document: object, key: str) -> dict[str, int]:
+    if not isinstance(document, dict) or set(document) != set(SPACES):
+        raise FormatError(
+            "field 'spaces' is wrong", key=key, expected=f"the lengths of {', '.join(SPACES)}", found=_shown(document)
+        )
+    for space, length in document.items():
+        if type(length) is not int or not 0 <= length <= MAX_ELEMENTS or length != aligned(length, space):
+            raise FormatError(
+                f"the length of space {space} is wrong",
+                key=key,
+                expected=f"a multiple of {ALIGNMENT_NBYTES // width(space)} from 0 to 2^62",
+                found=_shown(length),
+            )
+    return {space: document[space] for space in SPACES}
+
+
+def _check_addresses(tensors: tuple[TensorEntry, ...], spaces: dict[str, int], key: str) -> None:
+    """Refuse tensors that are not where the rule of §5 puts them, naming the first one that is not."""
+    for space in SPACES:
+        mine = [entry for entry in tensors if entry.space == space and entry.n_elements]
+        step = ALIGNMENT_NBYTES // width(space)
+        starts = np.fromiter((entry.start for entry in mine), np.int64, len(mine))
+        stops = starts + np.fromiter((entry.n_elements for entry in mine), np.int64, len(mine))
+        ends = -(-stops // step) * step  # no end is past its space, so below 2^63
+        expected = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if mine else starts
+        wrong = np.flatnonzero(starts != expected)
+        if wrong.size:
+            raise _misplaced(mine, int(wrong[0]), int(expected[wrong[0]]), step, key)
+        length = int(ends[-1]) if mine else 0
+        if length != spaces[space]:
+            last = f"tensor {_shown(mine[-1].name)} ends" if mine else "it has no tensor and ends"
+            raise FormatError(
+                f"the length of space {space} is wrong: {last} at {length}, rounded up to 64 bytes",
+                key=key,
+                expected=length,
+                found=spaces[space],
+            )
+    for entry in tensors:
+        if not entry.n_elements and (
+            entry.start != aligned(entry.start, entry.space) or entry.start > spaces[entry.space]
+        ):
+            raise FormatError(
+                "the start of a tensor without values is wrong",
+                key=_place(key, entry.name),
+                expected=f"a multiple of {ALIGNMENT_NBYTES // width(entry.space)}",
+                found=entry.start,
+            )
+
+
+def _misplaced(mine: list[TensorEntry], index: int, expected: int, step: int, key: str) -> FormatError:
+    entry = mine[index]
+    if entry.start % step:
+        what = "is not aligned to 64 bytes"
+    elif entry.start > expected:
+        what = "leaves addresses unused before it"
+    else:
+        what = f"overlaps tensor {_shown(mine[index - 1].name)}" if index else "has a negative start"
+    return FormatError(
+        f"the start of the tensor {what}", key=_place(key, entry.name), expected=expected, found=entry.start
+    )
+
+
+def _check_unique(layout: Layout, key: str) -> None:
+    if len(layout._by_name) == len(layout.tensors) + sum(len(entry.aliases) for entry in layout.tensors):
+        return
+    seen: set[str] = set()
+    for entry in layout.tensors:
+        for name in (entry.name, *entry.aliases):
+            if name in seen:
+                raise FormatError(
+                    "is a name of two tensors",
+                    key=_place(key, name),
+                    expected="unique names",
+                    found="a second one",
+                )
+            seen.add(name)
+
+
+def _shown(value: object) -> str:
+    """Return a foreign value for a message: one line, not too long, no control characters."""
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
