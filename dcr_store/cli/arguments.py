@@ -1,0 +1,124 @@
+"""Arguments that several verbs share, and the store that they name.
+
+Refuses malformed and repeated ``k=v`` pairs as mistakes of the command line; says how to create a store that is
+missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from dcr_store.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from dcr_store.store import Store
+
+Verbs = Any  # argparse's own type of sub-parsers is private
+STORE_VARIABLE: Final = "DCR_STORE"
+_NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_CONSTANTS: Final = {"true": True, "false": False, "null": None}
+
+
+class Pairs(argparse.Action):
+    """Collects ``k=v`` into a dict; `const` is the function that reads a value."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: Callable[[str], object], **rest: Any) -> None:
+        super().__init__(option_strings, dest, const=const, default={}, metavar="KEY=VALUE", **rest)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """Add one pair."""
+        name, equals, text = values.partition("=")
+        if not name or not equals:
+            raise argparse.ArgumentError(self, f"expected KEY=VALUE, found {values!r}")
+        pairs = dict(getattr(namespace, self.dest))
+        if name in pairs:
+            raise argparse.ArgumentError(self, f"{name!r} is given twice")
+        pairs[name] = self.const(text)
+        setattr(namespace, self.dest, pairs)
+
+
+def scalar(text: str) -> object:
+    """Return a JSON number, ``true``, ``false`` or ``null`` as such, any other text as it is."""
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    if _NUMBER.fullmatch(text) and len(text) <= 1000:
+        number = json.loads(text)
+        if math.isfinite(number):
+            return number
+    return text
+
+
+def json_or_text(text: str) -> object:
+    """Return the JSON value that `text` is, or else `text`."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def natural(text: str) -> int:
+    """Return a positive decimal number, for argparse's ``type``."""
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, found {text!r}")
+    return int(text)
+
+
+def _store_url(text: str) -> str:
+    if text != "-":
+        if not text:
+            raise argparse.ArgumentTypeError("expected a path or URL, found nothing")
+        return text
+    url = os.environ.get(STORE_VARIABLE)
+    if not url:
+        raise argparse.ArgumentTypeError(f"- stands for the environment variable {STORE_VARIABLE}, which is not set")
+    return url
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    """Add the positional STORE and ``--storage-option``."""
+    parser.add_argument(
+        "store", metavar="STORE", type=_store_url, help=f"path or URL of the store; - for ${STORE_VARIABLE}"
+    )
+    add_storage_options(parser)
+
+
+def add_storage_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--storage-option``."""
+    parser.add_argument(
+        "--storage-option",
+        dest="storage_options",
+        action=Pairs,
+        const=json_or_text,
+        help="an option of the storage backend (repeatable); VALUE is read as JSON where it is JSON",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def open_store(arguments: argparse.Namespace) -> Store:
+    """Open the store that the arguments name.
+
+    Raises
+    ------
+    NotFoundError
+        If there is none; the message says which command creates it.
+    """
+    import dcr_store
+
+    try:
+        return dcr_store.open(arguments.store, storage_options=arguments.storage_options or None)
+    except NotFoundError as error:
+        command = f"dcr init {shlex.quote(arguments.store)}"
+        raise NotFoundError(f"there is no store at {arguments.store}; to create one: {command}") from error

@@ -1,0 +1,32 @@
+"""The verb that shows the rest: ``demo`` trains a small policy and publishes, pulls, verifies what it learns."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+from dcr_store.cli.arguments import Verbs, add_json, natural
+
+
+def register(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "demo",
+        help="train a small policy and publish every step",
+        description="Train a small policy on this machine, publish every step, pull and verify. Needs dcr-store[demo].",
+    )
+    parser.add_argument("--store", metavar="URL", help="where to create the store (default: ./demo-store)")
+    parser.add_argument("--steps", metavar="N", type=natural, default=8, help="training steps (default 8)")
+    add_json(parser)
+    parser.set_defaults(run=demo)
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """Run the demonstration."""
+    # By name: demo/ is a sibling, and with its training loop the only part of dcr_store that needs transformers.
+    run = import_module("dcr_store.demo.run").run
+    from rich.console import Console
+
+    console = Console(stderr=arguments.json)
+    code: int = run(arguments.store, arguments.steps, as_json=arguments.json, console=console)
+    return code

@@ -1,0 +1,80 @@
+"""The entry point of ``dcr``: parse, run a verb, turn every failure into one line and an exit code.
+
+Never shows a traceback unless ``DCR_DEBUG`` is set, never a warning of a library.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Final
+
+from dcr_store.cli.output import OutputClosedError, to_stderr
+from dcr_store.cli.parser import build
+from dcr_store.errors import DcrError
+
+DONE: Final = 0
+FAILED: Final = 1
+USAGE: Final = 2
+INTERRUPTED: Final = 130
+OUTPUT_CLOSED: Final = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments after the command's name; those of the process by default.
+
+    Returns
+    -------
+    int
+        0 done; 1 refused, failed, or problems found; 2 the command line is wrong; 130 interrupted; 141 whoever read
+        the output closed it.
+    """
+    try:
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                warnings.simplefilter("ignore")
+            return _run(argv)
+    except OutputClosedError:
+        return OUTPUT_CLOSED
+    except KeyboardInterrupt:
+        to_stderr("dcr: interrupted")
+        return INTERRUPTED
+    except DcrError as error:
+        _debug()
+        to_stderr(f"dcr: {one_line(str(error))}")
+        return FAILED
+    except Exception as error:
+        _debug()
+        found = one_line(f"{type(error).__name__}: {error}").removesuffix(":")
+        to_stderr(f"dcr: unexpected {found}; please report it with the traceback that DCR_DEBUG=1 shows")
+        return FAILED
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        arguments = build().parse_args(argv)
+        code: int = arguments.run(arguments)
+    except SystemExit as stop:
+        # argparse has printed its line, or the help; a caller of main() gets the code like any other.
+        return stop.code if isinstance(stop.code, int) else USAGE
+    return code
+
+
+def one_line(text: str) -> str:
+    """Return `text` with line breaks, and the white space around them, flattened to single spaces."""
+    return re.sub(r"\s*[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+\s*", " ", text.strip())
+
+
+def _debug() -> None:
+    if os.environ.get("DCR_DEBUG"):
+        import traceback
+
+        traceback.print_exc()

@@ -1,0 +1,80 @@
+"""Writing to standard output and standard error: whole texts or one JSON document, safe for every terminal and pipe.
+
+Control characters are escaped, characters that the encoding lacks as well. A reader that closed the pipe ends the
+command quietly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from typing import Final, TextIO
+
+from dcr_store.errors import StorageError
+
+# C0 but the newline, DEL, C1, line separators, the marks that reorder what is shown, surrogates.
+_UNPRINTABLE: Final = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+class OutputClosedError(Exception):
+    """Whoever read our standard output is gone; there is nobody left to tell."""
+
+
+def escape(text: str) -> str:
+    r"""Return `text` on one line, with control and reordering characters written as ``\n``, ``\x1b``, ``\u202e``."""
+    return _escape_unprintable(text).replace("\n", "\\n")
+
+
+def to_stdout(text: str) -> None:
+    """Write `text` and a newline; newlines inside are kept, everything else unprintable is escaped."""
+    _write(sys.stdout, _escape_unprintable(text) + "\n")
+
+
+def json_to_stdout(document: object) -> None:
+    """Write `document` as JSON on one line, in ASCII."""
+    _write(sys.stdout, json.dumps(document, allow_nan=False) + "\n")
+
+
+def to_stderr(line: str) -> None:
+    """Write one line; if standard error is gone, there is nobody to tell."""
+    try:
+        sys.stderr.write(_encodable(escape(line), sys.stderr) + "\n")
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        pass
+
+
+def _escape_unprintable(text: str) -> str:
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(_encodable(text, stream))
+        stream.flush()
+    except BrokenPipeError as error:
+        _discard(stream)
+        raise OutputClosedError from error
+    except OSError as error:
+        _discard(stream)
+        raise StorageError(f"standard output cannot be written: {error.strerror or error}") from error
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what is still buffered go nowhere: the interpreter flushes once more at exit and would complain."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

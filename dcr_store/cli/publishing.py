@@ -1,0 +1,110 @@
+"""The verbs that write to a store: ``init`` and ``publish``. Neither creates what it was not asked to create."""
+
+from __future__ import annotations
+
+import argparse
+
+from dcr_store.cli import progress, render
+from dcr_store.cli.arguments import Pairs, Verbs, add_json, add_store, natural, open_store, scalar
+from dcr_store.cli.output import json_to_stdout, to_stdout
+
+
+def register(verbs: Verbs) -> None:
+    """Add the verbs of this group."""
+    parser = verbs.add_parser(
+        "init",
+        help="create a store",
+        description="Create an empty store. Refuses a place where one is, and storage that cannot do put-if-absent.",
+    )
+    add_store(parser)
+    parser.add_argument(
+        "--codec",
+        choices=("dcr.delta", "portable"),
+        metavar="CODEC",
+        default="dcr.delta",
+        help="how payload is encoded: dcr.delta (default) or portable, which needs only the core codecs of Zarr",
+    )
+    parser.add_argument(
+        "--chunk-elements",
+        type=natural,
+        metavar="N",
+        help="elements in a chunk, a power of two from 64 to 16777216 (default 1048576)",
+    )
+    add_json(parser)
+    parser.set_defaults(run=init)
+
+    parser = verbs.add_parser(
+        "publish",
+        help="publish a checkpoint as the next version of a line",
+        description="Publish a checkpoint (a directory of safetensors files) as the next version of a line.",
+    )
+    add_store(parser)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="directory of the checkpoint")
+    parser.add_argument("--line", metavar="L", default="main", help="line to publish on (default main)")
+    parser.add_argument("--message", metavar="M", help="what this version is, for people")
+    parser.add_argument(
+        "--meta",
+        action=Pairs,
+        const=scalar,
+        help="metadata of the version (repeatable); VALUE is a JSON number, true, false, null, or else text",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="DIR",
+        help="keep the published bits in DIR, so that the next publish need not read them back",
+    )
+    parser.add_argument(
+        "--owner", metavar="O", help="run id; who publishes again under the same one takes up what it left unfinished"
+    )
+    parser.add_argument("--takeover", action="store_true", help="take over a transaction that another owner left open")
+    add_json(parser)
+    parser.set_defaults(run=publish)
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Create a store."""
+    import dcr_store
+
+    options: dict[str, int] = {}
+    if arguments.chunk_elements is not None:
+        options["chunk_elements"] = arguments.chunk_elements
+    store = dcr_store.create(
+        arguments.store, codec=arguments.codec, storage_options=arguments.storage_options or None, **options
+    )
+    if arguments.json:
+        json_to_stdout(
+            {
+                "url": store.url,
+                "store_id": store.store_id,
+                "codec": store.codec,
+                "chunk_elements": store.chunk_elements,
+            }
+        )
+    else:
+        to_stdout(
+            f"created a store at {store.url}\n"
+            f"  id {store.store_id}, codec {store.codec}, chunks of {render.count(store.chunk_elements)} elements"
+        )
+    return 0
+
+
+def publish(arguments: argparse.Namespace) -> int:
+    """Publish a checkpoint."""
+    store = open_store(arguments)
+    transaction = store.begin(
+        arguments.line,
+        message=arguments.message,
+        metadata=arguments.meta,
+        owner=arguments.owner,
+        takeover=arguments.takeover,
+        baseline=arguments.baseline,
+    )
+    with progress.shown(), transaction:
+        summary = transaction.write_checkpoint(arguments.checkpoint)
+        version = transaction.commit()
+    if arguments.json:
+        left_out = [{"path": path, "reason": reason} for path, reason in summary.left_out]
+        json_to_stdout({**version.to_json(), "left_out": left_out})
+    else:
+        to_stdout(render.published(version, summary.left_out))
+    return 0

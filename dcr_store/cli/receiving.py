@@ -1,0 +1,69 @@
+"""The verbs that write a version into a directory: ``checkout`` into a new one, ``pull`` in place."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from dcr_store.cli import progress, render
+from dcr_store.cli.arguments import Verbs, add_json, add_store, open_store
+from dcr_store.cli.output import json_to_stdout, to_stdout
+
+if TYPE_CHECKING:
+    from dcr_store.store import PullResult
+
+
+def register(verbs: Verbs) -> None:
+    """Add the verbs of this group."""
+    parser = verbs.add_parser(
+        "checkout",
+        help="write a version into a new directory",
+        description="Write a version, with all files of its checkpoint, into a directory that is new or empty.",
+    )
+    add_store(parser)
+    parser.add_argument("version", metavar="VERSION", help="the version")
+    parser.add_argument("directory", metavar="DIR", help="directory to create")
+    add_json(parser)
+    parser.set_defaults(run=checkout)
+
+    parser = verbs.add_parser(
+        "pull",
+        help="bring a directory to a version, in place",
+        description=(
+            "Bring a directory to a version, in place, by fetching and writing only what differs. Interrupted "
+            "anywhere, the same command goes on; chunks that are torn or foreign are healed from history."
+        ),
+    )
+    add_store(parser)
+    parser.add_argument("directory", metavar="DIR", help="directory of the checkpoint; created if there is none")
+    parser.add_argument("--version", metavar="VERSION", help="the version (default: the newest of main)")
+    parser.add_argument(
+        "--force", action="store_true", help="also where the directory holds something that no version accounts for"
+    )
+    add_json(parser)
+    parser.set_defaults(run=pull)
+
+
+def checkout(arguments: argparse.Namespace) -> int:
+    """Write a version into a new directory."""
+    store = open_store(arguments)
+    with progress.shown():
+        result = store.checkout(arguments.version, arguments.directory)
+    _tell(arguments, result)
+    return 0
+
+
+def pull(arguments: argparse.Namespace) -> int:
+    """Bring a directory to a version."""
+    store = open_store(arguments)
+    with progress.shown():
+        result = store.pull(arguments.directory, version=arguments.version, force=arguments.force)
+    _tell(arguments, result)
+    return 0
+
+
+def _tell(arguments: argparse.Namespace, result: PullResult) -> None:
+    if arguments.json:
+        json_to_stdout(result.to_json())
+    else:
+        to_stdout(render.pulled(result, arguments.directory))

@@ -1,0 +1,81 @@
+"""docs/cli.md from the parser: ``python -m dcr_store.cli.reference > docs/cli.md``.
+
+Reads argparse's actions, not its help texts, whose layout differs between Python versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from dcr_store.cli.parser import build
+
+_INTRODUCTION = """\
+# dcr: the command line
+
+Generated from the parser by `python -m dcr_store.cli.reference`; a test keeps it in step.
+
+{description}
+
+- `STORE` is a path, a URL (`s3://bucket/prefix`), or `-` for the environment variable `DCR_STORE`.
+- `VERSION` is `LINE@NUMBER` (`main@3`), `LINE` (its newest version), or at least 8 digits of a state root.
+- With `--json` a verb prints one JSON document on standard output, on one line, in ASCII; versions are texts like
+  `main@3`, sizes are bytes.
+- Progress appears on standard error, and only if that is a terminal.
+- `DCR_DEBUG=1` adds the traceback to an error. `dcr --version` prints the version. `python -m dcr_store` is `dcr`.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | refused or failed, with one line `dcr: …` on standard error; or `verify` found problems |
+| 2 | the command line is wrong |
+| 130 | interrupted |
+| 141 | whoever read the output closed it |
+"""
+
+
+def reference() -> str:
+    """Return docs/cli.md."""
+    parser = build()
+    description = parser.description or ""
+    sections = [_INTRODUCTION.format(description=description)]
+    sections += [_verb(name, verb) for name, verb in verbs(parser).items()]
+    return "\n".join(sections)
+
+
+def verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each verb, in the order of the help."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def _verb(name: str, parser: argparse.ArgumentParser) -> str:
+    actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    actions.sort(key=lambda action: bool(action.option_strings))
+    usage = " ".join(["dcr", name, *map(_usage, actions)])
+    rows = "".join(f"| `{_shown(action)}` | {_cell(action.help or '')} |\n" for action in actions)
+    description = " ".join((parser.description or "").split())
+    return f"## dcr {name}\n\n{description}\n\n```\n{usage}\n```\n\n| argument | meaning |\n|---|---|\n{rows}"
+
+
+def _usage(action: argparse.Action) -> str:
+    optional = bool(action.option_strings) or action.nargs == "?"
+    return f"[{_shown(action)}]" if optional else _shown(action)
+
+
+def _shown(action: argparse.Action) -> str:
+    """The option with its value's name, or the name of the positional."""
+    value = str(action.metavar)
+    if not action.option_strings:
+        return value
+    return action.option_strings[-1] if action.nargs == 0 else f"{action.option_strings[-1]} {value}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

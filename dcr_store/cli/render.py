@@ -1,0 +1,209 @@
+"""Facts about versions as plain text for people: aligned tables, human units. Pure; never colours, never truncates.
+
+Names and messages come from strangers: each is escaped before it meets a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from dcr_store.cli.output import escape
+
+if TYPE_CHECKING:
+    from dcr_store.store import Diff, PullResult, VerifyReport, VersionDetail, VersionInfo
+
+ROOT_DIGITS: Final = 12
+_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def nbytes(n: int) -> str:
+    """Return a number of bytes in the largest unit that leaves at least 1."""
+    if n < 1024:
+        return f"{n} B"
+    value, exponent = n / 1024, 0
+    while value >= 1023.95 and exponent < len(_UNITS) - 1:
+        value, exponent = value / 1024, exponent + 1
+    return f"{value:.1f} {_UNITS[exponent]}"
+
+
+def count(n: int) -> str:
+    """Return an integer with thousands separated."""
+    return f"{n:,}"
+
+
+def percent(part: int, whole: int) -> str:
+    """Return a share in percent; only nothing is ``0 %`` and only everything is ``100 %``."""
+    if part == 0:
+        return "0 %"
+    if part == whole:
+        return "100 %"
+    value = 100 * part / whole
+    if value < 0.01:
+        return "<0.01 %"
+    if value > 99.99:
+        return ">99.99 %"
+    return f"{value:.2f} %"
+
+
+def when(created_at: str) -> str:
+    """Return a time to the second, still UTC."""
+    return created_at.replace("T", " ").partition(".")[0].removesuffix("Z") + "Z"
+
+
+def first_line(text: str | None) -> str:
+    """Return the first line of a message, escaped."""
+    lines = (text or "").strip().splitlines()
+    return escape(lines[0]) if lines else ""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> str:
+    """Return aligned columns, two spaces apart, without trailing spaces.
+
+    Parameters
+    ----------
+    header : sequence of str
+        One title for each column.
+    rows : sequence of sequence of str
+        Cells, already escaped.
+    right : str
+        Titles of the columns to align to the right, separated by spaces.
+    """
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    to_right = [title in right.split() for title in header]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if at_right else cell.ljust(width)
+            for cell, width, at_right in zip(line, widths, to_right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def pairs(facts: Sequence[tuple[str, str]]) -> str:
+    """Return names and values in two columns."""
+    width = max(len(name) for name, _ in facts)
+    return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in facts)
+
+
+def changes(changed: int, elements: int) -> str:
+    """Return how much of a state changed."""
+    return f"{count(changed)} of {count(elements)} elements ({percent(changed, elements)})"
+
+
+def log(versions: Sequence[VersionInfo]) -> str:
+    """Return a table of versions, newest first; `versions` come oldest first."""
+    header = ("version", "base", "created", "changed", "rate", "stored", "root", "message")
+    rows = [
+        (
+            version.version,
+            version.base or "-",
+            when(version.created_at),
+            count(version.changed),
+            percent(version.changed, version.elements),
+            nbytes(version.nbytes),
+            version.root[:ROOT_DIGITS],
+            first_line(version.message),
+        )
+        for version in reversed(versions)
+    ]
+    return table(header, rows, right="changed rate stored")
+
+
+def published(version: VersionInfo, left_out: Sequence[tuple[str, str]]) -> str:
+    """Return what a publish did."""
+    base = f"on {version.base}" if version.base else "stored whole"
+    lines = [
+        f"published {version.version}, {base}, root {version.root[:ROOT_DIGITS]}",
+        f"  {changes(version.changed, version.elements)} changed, {nbytes(version.nbytes)} stored",
+    ]
+    lines += [f"  left out {escape(path)}: {escape(reason)}" for path, reason in left_out]
+    return "\n".join(lines)
+
+
+def detail(version: VersionDetail) -> str:
+    """Return everything about one version."""
+    info = version.info
+    facts = [
+        ("version", info.version),
+        ("root", info.root),
+        ("base", info.base or "none: stored whole"),
+        ("created", when(info.created_at)),
+        ("changed", changes(info.changed, info.elements)),
+        ("stored", f"{nbytes(info.nbytes)} in {count(version.n_partitions)} partitions"),
+        ("codec", version.codec),
+        ("layout", version.layout),
+        ("transaction", version.txid),
+    ]
+    parts = [pairs(facts)]
+    if info.message and info.message.strip():
+        parts.append("\n".join(f"    {escape(line)}" for line in info.message.strip().splitlines()))
+    if info.metadata:
+        parts.append(pairs([(escape(name), escape(_plain(value))) for name, value in sorted(info.metadata.items())]))
+    if version.files:
+        files = [(nbytes(size), escape(path)) for path, size in version.files]
+        parts.append(table(("size", "file"), files, right="size"))
+    tensors = [(dtype, _shape(shape), escape(name)) for name, dtype, shape in version.tensors]
+    parts.append(table(("dtype", "shape", f"tensor ({count(version.n_tensors)})"), tensors))
+    return "\n\n".join(parts)
+
+
+def diff(result: Diff) -> str:
+    """Return what differs between two versions, one tensor a line; tensors that are the same are only counted."""
+    same = sum(tensor.status == "same" for tensor in result.tensors)
+    rows = [
+        (
+            tensor.status,
+            count(tensor.changed),
+            percent(tensor.changed, tensor.elements),
+            "-" if tensor.largest_ulp is None else count(tensor.largest_ulp),
+            nbytes(tensor.nbytes),
+            tensor.dtype,
+            _shape(tensor.shape),
+            escape(tensor.name),
+        )
+        for tensor in result.tensors
+        if tensor.status != "same"
+    ]
+    lines = [f"{result.a} .. {result.b}: {changes(result.changed, result.elements)} changed"]
+    if rows:
+        header = ("status", "changed", "rate", "max-ulp", "size", "dtype", "shape", "tensor")
+        lines.append(table(header, rows, right="changed rate max-ulp size"))
+    lines.append(f"{count(same)} tensors are the same")
+    return "\n".join(lines)
+
+
+def pulled(result: PullResult, directory: str) -> str:
+    """Return what a checkout or pull did."""
+    was = "" if result.previous is None else f" (was {result.previous})"
+    return (
+        f"{escape(directory)} is at {result.version}{was}, root {result.root[:ROOT_DIGITS]}\n"
+        f"  fetched {nbytes(result.nbytes_fetched)}, wrote {count(result.chunks_written)} chunks"
+        f" ({count(result.chunks_healed)} healed) in {result.seconds:.1f} s"
+    )
+
+
+def report(result: VerifyReport) -> str:
+    """Return the problems, one a line, and what was looked at."""
+    lines = []
+    for problem in result.problems:
+        line = f"{escape(problem.key)}: {escape(problem.what)}"
+        if problem.expected is not None or problem.found is not None:
+            line += f" (expected {escape(str(problem.expected))}, found {escape(str(problem.found))})"
+        lines.append(line)
+    looked_at = f"{count(len(result.versions))} versions, {count(result.n_objects)} objects, {nbytes(result.nbytes)}"
+    verdict = "all right" if result.ok else f"{count(len(result.problems))} problems"
+    lines.append(f"{verdict}: {looked_at}")
+    if result.unreferenced:
+        lines.append(f"{count(len(result.unreferenced))} objects belong to no version (see --json)")
+    return "\n".join(lines)
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "[" + ",".join(map(str, shape)) + "]"

@@ -1,0 +1,159 @@
+"""Command lines: what is a mistake, and how values are read. Nothing here opens a store."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from dcr_store.cli import arguments
+from dcr_store.cli.main import main, one_line
+from dcr_store.cli.parser import build
+from dcr_store.errors import IntegrityError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("-2.50", -2.5),
+        ("1e-6", 1e-6),
+        ("true", True),
+        ("null", None),
+        ("123456789012345678901234567890", 123456789012345678901234567890),
+        # text: not what JSON calls a number or constant, or nothing that JSON can say
+        ("True", "True"),
+        ("01", "01"),
+        ("+1", "+1"),
+        ("1_000", "1_000"),
+        ("1.", "1."),
+        (" 1", " 1"),
+        ("٣", "٣"),
+        ("1e999", "1e999"),
+        ("NaN", "NaN"),
+        ("-Infinity", "-Infinity"),
+        ("[1]", "[1]"),
+        ('"x"', '"x"'),
+        ("a=b", "a=b"),
+        ("", ""),
+        ("9" * 5000, "9" * 5000),
+    ],
+)
+def test_meta_values(text: str, value: object) -> None:
+    found = arguments.scalar(text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_pairs_are_collected() -> None:
+    line = ["publish", "S", "C", "--meta", "a=1", "--meta", "b=x=y", "--storage-option", 'c={"d":[1]}']
+    parsed = build().parse_args([*line, "--storage-option", "e=f"])
+    assert parsed.meta == {"a": 1, "b": "x=y"}
+    assert parsed.storage_options == {"c": {"d": [1]}, "e": "f"}
+    assert build().parse_args(["log", "S"]).storage_options == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ([], "VERB"),
+        (["brew"], "invalid choice: 'brew'"),
+        (["log"], "STORE"),
+        (["log", ""], "argument STORE: expected a path or URL, found nothing"),
+        (["log", "-"], "DCR_STORE, which is not set"),
+        (["log", "S", "--lin", "x"], "unrecognized arguments: --lin x"),
+        (["log", "S", "T"], "unrecognized arguments: T"),
+        (["publish", "S"], "CHECKPOINT"),
+        (["publish", "S", "C", "--meta", "novalue"], "argument --meta: expected KEY=VALUE, found 'novalue'"),
+        (["publish", "S", "C", "--meta", "=1"], "argument --meta: expected KEY=VALUE, found '=1'"),
+        (["publish", "S", "C", "--meta", "a=1", "--meta", "a=1"], "argument --meta: 'a' is given twice"),
+        (["log", "S", "--storage-option", "a"], "argument --storage-option: expected KEY=VALUE"),
+        (["init", "S", "--codec", "gzip"], "argument --codec: invalid choice: 'gzip'"),
+        (["init", "S", "--chunk-elements", "1e6"], "argument --chunk-elements: expected a number"),
+        (["init", "S", "--chunk-elements", "0"], "argument --chunk-elements: expected a number"),
+        (["demo", "--steps", "-1"], "argument --steps: expected"),
+        (["verify", "S", "--against", "D"], "--against needs VERSION"),
+        (["verify", "S", "V", "--deep", "--against", "D"], "not allowed with argument --deep"),
+        (["publish", "S", "C", "--meta", "a\nb"], "found 'a\\nb'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    line: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DCR_STORE", raising=False)
+    assert main(line) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("dcr: ")
+    assert err.count("\n") == 1
+    assert says in err
+    assert err.endswith("--help\n")
+
+
+def test_a_dash_is_the_environment_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DCR_STORE", "/somewhere")
+    assert build().parse_args(["log", "-"]).store == "/somewhere"
+    monkeypatch.setenv("DCR_STORE", "")
+    assert main(["log", "-"]) == 2
+    assert "DCR_STORE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [["--help"], ["--version"], ["log", "--help"]])
+def test_help_and_version_succeed(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line) == 0
+    out, err = capsys.readouterr()
+    assert out
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("a\nb", "a b"), (" a \r\n\n  b ", "a b"), ("a  b", "a  b"), ("a\u2028b\x85c", "a b c")]
+)
+def test_one_line(text: str, line: str) -> None:
+    assert one_line(text) == line
+
+
+class _Verb:
+    """Stands in for the parser: a verb that fails as told."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def parse_args(self, argv: object) -> argparse.Namespace:
+        return argparse.Namespace(run=self.run)
+
+    def run(self, parsed: argparse.Namespace) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (
+            IntegrityError("is\n  damaged", key="a/b", expected=1, found="\x1b"),
+            1,
+            "dcr: a/b: is damaged (expected 1, found \\x1b)",
+        ),
+        (ZeroDivisionError("x\ny"), 1, "dcr: unexpected ZeroDivisionError: x y; please report"),
+        (KeyboardInterrupt(), 130, "dcr: interrupted"),
+        (RecursionError(), 1, "dcr: unexpected RecursionError; please report"),
+    ],
+)
+def test_every_failure_is_one_line(
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dcr_store.cli.main.build", lambda: _Verb(error))
+    monkeypatch.delenv("DCR_DEBUG", raising=False)
+    assert main([]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+    if code == 1:
+        monkeypatch.setenv("DCR_DEBUG", "1")
+        assert main([]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("Traceback")
+        assert line in err
