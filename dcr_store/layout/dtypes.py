@@ -93,7 +93,7 @@ def dtype(name: object, *, key: str | None = None, error: type[DcrError] = Inval
             "has a dtype that format 1 cannot store; convert the tensor",
             key=key,
             expected=f"one of {', '.join(DTYPES)}",
-            found=_short(name),
+            found=shown(name),
         )
     return row
 
@@ -136,9 +136,9 @@ def n_elements(dtype: DType, shape: Sequence[int]) -> int:
     n = 1
     for size in shape:
         if type(size) is not int:
-            raise _refused(dtype, shape, "whole numbers", f"{_short(size)}")
+            raise _refused(dtype, shape, "whole numbers", f"{shown(size)}")
         if not 0 <= size <= MAX_DIMENSION:
-            raise _refused(dtype, shape, "dimensions from 0 to 2^63 - 1", _short(size))
+            raise _refused(dtype, shape, "dimensions from 0 to 2^63 - 1", shown(size))
         if n <= 2 * MAX_ELEMENTS:  # F4 has two values to an element; beyond that only a 0 makes a difference
             n *= size
     if 0 in shape:
@@ -151,14 +151,18 @@ def n_elements(dtype: DType, shape: Sequence[int]) -> int:
 
 def _refused(dtype: DType, shape: Sequence[int], expected: str, found: str) -> InvalidInputError:
     return InvalidInputError(
-        f"a tensor of dtype {dtype.name} and shape {_short(list(shape))} cannot be stored",
+        f"a tensor of dtype {dtype.name} and shape {shown(list(shape))} cannot be stored",
         expected=expected,
         found=found,
     )
 
 
-def _short(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a foreign value for a message: one line, printable, not too long."""
     if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print numbers of over 4,300 digits
         return f"a number of {value.bit_length()} bits"
-    text = f"[{', '.join(_short(item) for item in value)}]" if isinstance(value, list) else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    if isinstance(value, list):
+        text = f"[{', '.join(shown(item) if isinstance(item, int) else repr(item)[:120] for item in value[:20])}]"
+    else:
+        text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

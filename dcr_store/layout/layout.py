@@ -19,7 +19,17 @@ import numpy as np
 
 from dcr_store.errors import FormatError, InvalidInputError, NotFoundError
 from dcr_store.format import canonical
-from dcr_store.layout.dtypes import ALIGNMENT_NBYTES, DTYPES, MAX_ELEMENTS, SPACES, aligned, dtype, n_elements, width
+from dcr_store.layout.dtypes import (
+    ALIGNMENT_NBYTES,
+    DTYPES,
+    MAX_ELEMENTS,
+    SPACES,
+    aligned,
+    dtype,
+    n_elements,
+    shown,
+    width,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -296,7 +306,7 @@ class LayoutBuilder:
     def _check_new(self, name: object) -> None:
         problem = name_problem(name)
         if problem is not None:
-            raise InvalidInputError(f"{_shown(name)} cannot name a tensor: {problem}")
+            raise InvalidInputError(f"{shown(name)} cannot name a tensor: {problem}")
         if name in self._owner:
             raise InvalidInputError("is the name of two tensors; each needs its own", key=str(name))
 
@@ -335,7 +345,7 @@ def _read_tensor(row: Any, spaces: dict[str, int], key: str, index: int) -> Tens
     name = row.get("name")
     problem = name_problem(name)
     if problem is not None or not isinstance(name, str):
-        raise FormatError(f"tensor {index}: {_shown(name)} cannot name a tensor: {problem}", key=key)
+        raise FormatError(f"tensor {index}: {shown(name)} cannot name a tensor: {problem}", key=key)
     kind = DTYPES.get(row["dtype"]) if isinstance(row.get("dtype"), str) else None
     if kind is None:
         kind = dtype(row.get("dtype"), key=_place(key, name), error=FormatError)
@@ -359,22 +369,22 @@ def _read_tensor(row: Any, spaces: dict[str, int], key: str, index: int) -> Tens
     for alias in aliases:
         problem = name_problem(alias)
         if problem is not None:
-            raise FormatError(f"alias {_shown(alias)} cannot name a tensor: {problem}", key=_place(key, name))
+            raise FormatError(f"alias {shown(alias)} cannot name a tensor: {problem}", key=_place(key, name))
     return TensorEntry(name, kind.name, tuple(shape), kind.space, start, size, tuple(aliases))
 
 
 def _place(key: str, name: str) -> str:
-    return f"{key}#{_shown(name)}"
+    return f"{key}#{shown(name)}"
 
 
 def _wrong(key: str, name: str, message: str, expected: object, found: object) -> FormatError:
-    return FormatError(message, key=_place(key, name), expected=expected, found=_shown(found))
+    return FormatError(message, key=_place(key, name), expected=expected, found=shown(found))
 
 
 def _read_spaces(document: object, key: str) -> dict[str, int]:
     if not isinstance(document, dict) or set(document) != set(SPACES):
         raise FormatError(
-            "field 'spaces' is wrong", key=key, expected=f"the lengths of {', '.join(SPACES)}", found=_shown(document)
+            "field 'spaces' is wrong", key=key, expected=f"the lengths of {', '.join(SPACES)}", found=shown(document)
         )
     for space, length in document.items():
         if type(length) is not int or not 0 <= length <= MAX_ELEMENTS or length != aligned(length, space):
@@ -382,7 +392,7 @@ def _read_spaces(document: object, key: str) -> dict[str, int]:
                 f"the length of space {space} is wrong",
                 key=key,
                 expected=f"a multiple of {ALIGNMENT_NBYTES // width(space)} from 0 to 2^62",
-                found=_shown(length),
+                found=shown(length),
             )
     return {space: document[space] for space in SPACES}
 
@@ -390,7 +400,7 @@ def _read_spaces(document: object, key: str) -> dict[str, int]:
 def _check_addresses(tensors: tuple[TensorEntry, ...], spaces: dict[str, int], key: str) -> None:
     """Refuse tensors that are not where the rule of §5 puts them, naming the first one that is not."""
     for space in SPACES:
-        mine = [entry for entry in tensors if entry.space == space and entry.n_elements]
+        mine = [entry for entry in tensors if entry.space == space]
         step = ALIGNMENT_NBYTES // width(space)
         starts = np.fromiter((entry.start for entry in mine), np.int64, len(mine))
         stops = starts + np.fromiter((entry.n_elements for entry in mine), np.int64, len(mine))
@@ -401,22 +411,12 @@ def _check_addresses(tensors: tuple[TensorEntry, ...], spaces: dict[str, int], k
             raise _misplaced(mine, int(wrong[0]), int(expected[wrong[0]]), step, key)
         length = int(ends[-1]) if mine else 0
         if length != spaces[space]:
-            last = f"tensor {_shown(mine[-1].name)} ends" if mine else "it has no tensor and ends"
+            last = f"tensor {shown(mine[-1].name)} ends" if mine else "it has no tensor and ends"
             raise FormatError(
                 f"the length of space {space} is wrong: {last} at {length}, rounded up to 64 bytes",
                 key=key,
                 expected=length,
                 found=spaces[space],
-            )
-    for entry in tensors:
-        if not entry.n_elements and (
-            entry.start != aligned(entry.start, entry.space) or entry.start > spaces[entry.space]
-        ):
-            raise FormatError(
-                "the start of a tensor without values is wrong",
-                key=_place(key, entry.name),
-                expected=f"a multiple of {ALIGNMENT_NBYTES // width(entry.space)}",
-                found=entry.start,
             )
 
 
@@ -427,7 +427,7 @@ def _misplaced(mine: list[TensorEntry], index: int, expected: int, step: int, ke
     elif entry.start > expected:
         what = "leaves addresses unused before it"
     else:
-        what = f"overlaps tensor {_shown(mine[index - 1].name)}" if index else "has a negative start"
+        what = f"overlaps tensor {shown(mine[index - 1].name)}" if index else "has a negative start"
     return FormatError(
         f"the start of the tensor {what}", key=_place(key, entry.name), expected=expected, found=entry.start
     )
@@ -447,9 +447,3 @@ def _check_unique(layout: Layout, key: str) -> None:
                     found="a second one",
                 )
             seen.add(name)
-
-
-def _shown(value: object) -> str:
-    """Return a foreign value for a message: one line, not too long, no control characters."""
-    text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."

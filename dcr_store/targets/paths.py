@@ -1,0 +1,82 @@
+"""Paths of a checkpoint's files: checked before use, and kept inside their directory.
+
+Refuses absolute paths, ``..``, ``.dcr``, backslashes, control characters, names that are not UTF-8, and parents that a
+symbolic link leads out of the directory.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from dcr_store.errors import InvalidInputError, NotFoundError, StorageError
+
+OWN_DIRECTORY: Final = ".dcr"
+_MAX_COMPONENT_NBYTES: Final = 255
+
+
+def path_problem(path: str) -> str | None:
+    """Return why `path` cannot be that of a checkpoint's file (docs/spec/v1.md §8), or None if it can."""
+    try:
+        components = [part.encode() for part in path.split("/")]
+    except UnicodeEncodeError:
+        return "it is not valid UTF-8"
+    if any(ord(character) < 0x20 or ord(character) == 0x7F for character in path):
+        return "it contains a control character"
+    if "\\" in path:
+        return "it contains a backslash"
+    for part in components:
+        if part in (b"", b".", b"..", OWN_DIRECTORY.encode()):
+            return f"it has the component {part.decode()!r}"
+        if len(part) > _MAX_COMPONENT_NBYTES:
+            return f"a component has {len(part)} bytes, over the {_MAX_COMPONENT_NBYTES} allowed"
+    return None
+
+
+def check_path(path: str) -> str:
+    """Return `path` if it can be that of a checkpoint's file, else raise ``InvalidInputError``."""
+    problem = path_problem(path)
+    if problem is not None:
+        raise InvalidInputError(f"{path!r} cannot be a file of a checkpoint: {problem}; rename it")
+    return path
+
+
+def existing_directory(directory: str | os.PathLike[str]) -> Path:
+    """Return a directory's real path, so that a later change of a symbolic link to it changes nothing for us."""
+    path = Path(directory)
+    try:
+        real = path.resolve(strict=True)
+    except FileNotFoundError as error:
+        raise NotFoundError("there is no such directory", key=str(path)) from error
+    except (OSError, RuntimeError) as error:
+        raise StorageError(f"cannot be opened: {error}", key=str(path)) from error
+    if not real.is_dir():
+        raise InvalidInputError("is not a directory", key=str(path))
+    return real
+
+
+def path_inside(root: Path, path: str) -> Path:
+    """Return the place of a checkpoint's file below `root`, which must be a real path.
+
+    The file itself may be missing or a symbolic link; its parents stay inside `root`.
+    """
+    place = root / check_path(path)
+    parent = Path(os.path.realpath(place.parent))
+    if parent != root and root not in parent.parents:
+        raise InvalidInputError(
+            "is outside of its directory through a symbolic link; replace the link by a directory",
+            key=str(place),
+            expected=f"a place below {root}",
+            found=str(parent),
+        )
+    return place
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
