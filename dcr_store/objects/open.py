@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec.core import split_protocol
 from fsspec.implementations.local import LocalFileSystem
 
-from dcr_store.errors import InvalidInputError
+from dcr_store.errors import InvalidInputError, StorageError
 from dcr_store.objects.local import LocalObjects
 from dcr_store.objects.memory import MemoryObjects
 from dcr_store.objects.retry import RetryPolicy
@@ -53,8 +53,10 @@ def open_objects(
         raise InvalidInputError(f"not a store's URL: {text!r}; give a path, file://, memory:// or s3://bucket/prefix")
     protocol, path = split_protocol(text)
     if protocol == "s3":
-        from dcr_store.objects.s3 import S3Objects
-
+        try:
+            from dcr_store.objects.s3 import S3Objects
+        except ImportError as error:
+            raise StorageError(f'{text!r} needs s3fs, which is not here: pip install "dcr-store[s3]"') from error
         return S3Objects(text, storage_options, retry)
     if protocol not in (None, "file", "local", "memory"):
         raise InvalidInputError(
