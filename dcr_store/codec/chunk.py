@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from dcr_store.codec import dense, kernels, sparse
+from dcr_store.codec import kernels, sparse
 from dcr_store.codec.streams import StreamReader
+from dcr_store.codec.values import append_planes, choose_rotation, read_planes
 from dcr_store.errors import FormatError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -28,10 +29,13 @@ ZERO: Final = 0
 RAW: Final = 1
 DENSE: Final = 2
 SPARSE: Final = 3
+BITMAP: Final = 4
+METHODS: Final = (ZERO, RAW, DENSE, SPARSE, BITMAP)
 HEADER_NBYTES: Final = 8
 MAX_ELEMENTS: Final = (1 << 32) - 1
-# Below this density sparse always wins; above it, both are tried.
-_DENSE_FROM: Final = 0.3
+# From this share of non-zero elements on they may be an anchor's bits, for which dense is best.
+_DENSE_FROM: Final = 0.95
+_SAMPLE: Final = 1 << 12
 
 
 def encode(mask: Bits, base: Bits | None = None) -> bytes:
@@ -55,8 +59,14 @@ def encode(mask: Bits, base: Bits | None = None) -> bytes:
         `mask` has another dtype, shape or length.
     """
     mask = checked_bits(mask, "mask")
+    flags = mask != 0
+    n = int(np.count_nonzero(flags))
+    if n >= _DENSE_FROM * len(mask) and not _looks_like_mask(mask):
+        return _encode_dense(mask)
+    if sparse.suits_bitmap(n, -(-len(mask) // 8)):  # whichever bytes they fall into
+        return _encode_bitmap(np.packbits(flags, bitorder="little"), mask[flags], len(mask))
     positions, values = kernels.engine().find_nonzero(mask)
-    return _encode(positions, values, len(mask), mask)
+    return _encode_sparse(positions, values, len(mask))
 
 
 def encode_sparse(positions: NDArray[np.uint32], values: Bits, n_elements: int, base: Bits | None = None) -> bytes:
@@ -79,7 +89,12 @@ def encode_sparse(positions: NDArray[np.uint32], values: Bits, n_elements: int, 
         Positions do not ascend or reach `n_elements`, a value is zero, or an array has another dtype or shape.
     """
     values = checked_sparse(positions, values, n_elements)
-    return _encode(np.ascontiguousarray(positions), values, n_elements, None)
+    positions = np.ascontiguousarray(positions)
+    if len(positions) >= _DENSE_FROM * n_elements:
+        mask = np.zeros(n_elements, values.dtype)
+        mask[positions] = values
+        return encode(mask)
+    return _encode_sparse(positions, values, n_elements)
 
 
 def checked_sparse(positions: NDArray[np.uint32], values: Bits, n_elements: int) -> Bits:
@@ -128,18 +143,20 @@ def decode(data: Bytes, dtype: DTypeLike, n_elements: int, out: Bits | None = No
     if out is None:
         out = np.empty(n_elements, dtype)
     check_out(out, dtype, n_elements)
+    engine = kernels.engine()
     if method == SPARSE:
-        positions, values = sparse.decode_body(body, dtype, n_elements, k, mode)
-        body.finish()
+        positions, values = sparse.decode_gaps(body, dtype, n_elements, k, mode)
         out[:] = 0
-        kernels.engine().xor_at(out, positions, values)
+        engine.xor_at(out, positions, values)
+    elif method == BITMAP:
+        bitmap, values = sparse.decode_bitmap(body, dtype, n_elements, k, mode)
+        engine.spread(bitmap, values, out)
     elif method == DENSE:
-        dense.decode_body(body, k, out)
-    elif method == RAW:
-        out[:] = np.frombuffer(body.read_rest(dtype.itemsize * n_elements), dtype)
-    else:
+        planes = read_planes(body, dtype, n_elements)
         body.finish()
-        out[:] = 0
+        engine.join_planes(planes, k, out)
+    else:
+        out[:] = np.frombuffer(body.read_rest(dtype.itemsize * n_elements), dtype) if method == RAW else 0
     return out
 
 
@@ -156,14 +173,15 @@ def decode_sparse(data: Bytes, dtype: DTypeLike, n_elements: int) -> tuple[NDArr
     """
     method, k, mode, body = _open(data, dtype, n_elements)
     dtype = np.dtype(dtype)
+    engine = kernels.engine()
     if method == SPARSE:
-        positions, values = sparse.decode_body(body, dtype, n_elements, k, mode)
-        body.finish()
-        return positions, values
+        return sparse.decode_gaps(body, dtype, n_elements, k, mode)
+    if method == BITMAP:
+        bitmap, values = sparse.decode_bitmap(body, dtype, n_elements, k, mode)
+        return engine.find_flags(bitmap, n_elements), values
     if method == ZERO:
-        body.finish()
         return np.empty(0, np.uint32), np.empty(0, dtype)
-    found: tuple[NDArray[np.uint32], Bits] = kernels.engine().find_nonzero(decode(data, dtype, n_elements))
+    found: tuple[NDArray[np.uint32], Bits] = engine.find_nonzero(decode(data, dtype, n_elements))
     return found
 
 
@@ -192,13 +210,12 @@ def apply(data: Bytes, bits: Bits, base: Bits | None = None) -> int:
         `bits` has another dtype or dimension, or is read-only.
     """
     check_target(bits)
-    method, _, _, _ = _open(data, bits.dtype, len(bits))
-    if method in (ZERO, SPARSE):
+    if data[:1] in (bytes((ZERO,)), bytes((SPARSE,))):
         positions, values = decode_sparse(data, bits.dtype, len(bits))
         kernels.engine().xor_at(bits, positions, values)
         return len(positions)
     mask = decode(data, bits.dtype, len(bits))
-    bits ^= mask
+    np.bitwise_xor(bits, mask, out=bits)
     return int(np.count_nonzero(mask))
 
 
@@ -238,25 +255,45 @@ def is_zero(data: Bytes) -> bool:
     return len(data) == HEADER_NBYTES and data[0] == ZERO
 
 
-def _encode(positions: NDArray[np.uint32], values: Bits, n_elements: int, mask: Bits | None) -> bytes:
-    width = values.dtype.itemsize
+def _encode_sparse(positions: NDArray[np.uint32], values: Bits, n_elements: int) -> bytes:
     if not len(positions):
-        return _header(ZERO, width, 0, 0, n_elements)
-    k, mode, body = sparse.encode_body(positions, values, n_elements)
-    method = SPARSE
-    if len(positions) >= _DENSE_FROM * n_elements:
-        if mask is None:
-            mask = np.zeros(n_elements, values.dtype)
-            mask[positions] = values
-        k_dense, dense_body = dense.encode_body(mask)
-        if len(dense_body) < len(body):
-            method, k, mode, body = DENSE, k_dense, 0, dense_body
-    if len(body) >= width * n_elements:
-        if mask is None:
-            mask = np.zeros(n_elements, values.dtype)
-            mask[positions] = values
-        return _header(RAW, width, 0, 0, n_elements) + mask.tobytes()
-    return _header(method, width, k, mode, n_elements) + body
+        return _header(ZERO, values.dtype.itemsize, 0, 0, n_elements)
+    if sparse.suits_bitmap(len(positions), sparse.count_occupied(positions)):
+        return _encode_bitmap(kernels.engine().pack_flags(positions, n_elements), values, n_elements)
+    k, mode, body = sparse.encode_gaps(positions, values)
+    if len(body) < values.dtype.itemsize * n_elements:
+        return _header(SPARSE, values.dtype.itemsize, k, mode, n_elements) + body
+    mask = np.zeros(n_elements, values.dtype)
+    mask[positions] = values
+    return _encode_raw(mask)
+
+
+def _encode_bitmap(bitmap: NDArray[np.uint8], values: Bits, n_elements: int) -> bytes:
+    k, mode, body = sparse.encode_bitmap(bitmap, values)
+    if len(body) < values.dtype.itemsize * n_elements:
+        return _header(BITMAP, values.dtype.itemsize, k, mode, n_elements) + body
+    mask = np.empty(n_elements, values.dtype)
+    kernels.engine().spread(bitmap, values, mask)
+    return _encode_raw(mask)
+
+
+def _encode_dense(mask: Bits) -> bytes:
+    k = choose_rotation(mask)
+    body = bytearray()
+    append_planes(body, mask, k)
+    if len(body) < mask.nbytes:
+        return _header(DENSE, mask.dtype.itemsize, k, 0, len(mask)) + body
+    return _encode_raw(mask)
+
+
+def _encode_raw(mask: Bits) -> bytes:
+    return _header(RAW, mask.dtype.itemsize, 0, 0, len(mask)) + mask.tobytes()
+
+
+def _looks_like_mask(mask: Bits) -> bool:
+    """Tell, by a sample, whether most elements are steps of one unit in the last place, which have short codes."""
+    sample = mask[:: -(-len(mask) // _SAMPLE)]
+    return 2 * int(np.count_nonzero((sample == 1) | (sample == 3) | (sample == 7))) >= len(sample)
 
 
 def _header(method: int, width: int, k: int, mode: int, n_elements: int) -> bytes:
@@ -274,19 +311,22 @@ def _open(data: Bytes, dtype: DTypeLike, n_elements: int) -> tuple[int, int, int
         )
     method, width, k, mode = view[:4]
     n = int.from_bytes(view[4:8], "little")
-    if method not in (ZERO, RAW, DENSE, SPARSE):
-        raise FormatError("unknown chunk method; a newer dcr_store may know it", expected="0 to 3", found=method)
+    if method not in METHODS:
+        raise FormatError("unknown chunk method; a newer dcr_store may know it", expected="0 to 4", found=method)
     if (width, n) != (dtype.itemsize, n_elements):
         raise FormatError(
             "chunk of another dtype or length",
             expected=f"{n_elements} of {dtype.itemsize} bytes",
             found=f"{n} of {width} bytes",
         )
-    if (method in (ZERO, RAW) and k) or (method != SPARSE and mode):
-        raise FormatError(
-            "chunk header with fields set that its method does not have", expected="k and value mode 0", found=(k, mode)
-        )
-    return method, k, mode, StreamReader(view, HEADER_NBYTES)
+    if (method in (ZERO, RAW) and k) or (method in (ZERO, RAW, DENSE) and mode):
+        raise FormatError("chunk header with a field that its method has not", expected="0", found=f"{k=}, {mode=}")
+    if method == DENSE and k >= 8 * width:
+        raise FormatError("k of a dense chunk out of range", expected=f"below {8 * width}", found=k)
+    body = StreamReader(view, HEADER_NBYTES)
+    if method == ZERO:
+        body.finish()
+    return method, k, mode, body
 
 
 def checked_dtype(dtype: DTypeLike) -> np.dtype[Any]:

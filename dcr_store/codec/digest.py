@@ -2,7 +2,7 @@
 
 A chunk's digest is CRC-64/NVME of its little-endian bytes. CRC is linear over XOR, so with
 ``linear(m) = D(m) ^ D(zeros)`` a state's digests follow from its base's: ``D(state ^ m) = D(state) ^ linear(m)``.
-CRC finds faults, not forgeries. Refuses buffers that are not C-contiguous; works on views without copying and without the GIL.
+CRC finds faults, not forgeries. Refuses buffers that are not C-contiguous; reads them in place, without the GIL.
 """
 
 from __future__ import annotations

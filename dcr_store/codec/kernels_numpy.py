@@ -1,136 +1,203 @@
 """The inner loops of the chunk coding, in NumPy alone.
 
-``kernels_numba`` has the same functions with the same results. Arrays are 1-D, C-contiguous, native byte order;
-nothing is checked here that the caller can check without looking at every element.
+``kernels_numba`` has the same functions with the same results. Arrays are 1-D, C-contiguous and of native byte order,
+except the target of ``xor_at``; what can be checked without looking at every element is checked by the caller.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
 
     U8 = NDArray[np.uint8]
     U32 = NDArray[np.uint32]
     Bits = NDArray[np.unsignedinteger[Any]]
 
-BLOCK: Final = 1 << 16  # elements compared at once: two blocks and the flags of their differences stay in the L2 cache
 CARRY: Final = 255
+_WORD_NBYTES: Final = 8
+_GROUP_NBYTES: Final = 64  # eight words: their flags are one word again
+_BLOCK_NBYTES: Final = 1 << 19  # flags and hits of a block stay in the L2 cache
 
-# Value codes: 1, 3 and 7 are the masks of a step by one unit in the last place.
-_CODE_OF: Final = np.array([3, 0, 3, 1, 3, 3, 3, 2, 3], np.uint8)
-_CODED: Final = np.array([1, 3, 7, 0], np.uint8)
-_QUAD: Final = np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
-_QUAD_VALUES: Final = _CODED[_QUAD]
+# A packed byte holds four 2-bit codes, first in the low bits; 1, 3 and 7 are codes 0, 1 and 2, and 0 marks an escape.
+_CODES: Final = np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+_VALUES: Final = np.array([1, 3, 7, 0], np.uint8)[_CODES].view("<u4").ravel()
+_N_ESCAPES: Final = np.count_nonzero(_CODES == 3, axis=1)
 
 
 def find_changes(base: Bits, new: Bits) -> tuple[U32, Bits]:
     """Return the positions at which two arrays differ, and the masks ``base ^ new`` there."""
-    found: list[U32] = []
-    differs = np.empty(min(BLOCK, len(base)), np.bool_)
-    for start in range(0, len(base), BLOCK):
-        stop = min(start + BLOCK, len(base))
-        flags = differs[: stop - start]
-        np.not_equal(base[start:stop], new[start:stop], out=flags)
-        hits = np.flatnonzero(flags)
-        if len(hits):
-            found.append((hits + start).astype(np.uint32))
-    positions = np.concatenate(found) if found else np.empty(0, np.uint32)
-    return positions, base[positions] ^ new[positions]
+    return _find(new.dtype, len(new), operator.ne, operator.xor, base, new)
 
 
 def find_nonzero(mask: Bits) -> tuple[U32, Bits]:
     """Return the positions of the non-zero elements of a mask, and their values."""
-    positions = np.flatnonzero(mask).astype(np.uint32)
-    return positions, mask[positions]
+    return _find(mask.dtype, len(mask), lambda words: words != 0, lambda words: words, mask)
 
 
-def split_gaps(positions: U32, k: int) -> tuple[U8, U8]:
-    """Split ascending positions into gap bytes with carries, and the bit planes of the gaps' `k` low bits."""
-    gaps = np.empty(len(positions), np.uint32)
-    gaps[0] = positions[0]
-    np.subtract(positions[1:], positions[:-1], out=gaps[1:])
-    gaps[1:] -= 1
+def _find(
+    dtype: np.dtype[Any], n_elements: int, differ: Callable[..., Any], combine: Callable[..., Any], *arrays: Bits
+) -> tuple[U32, Bits]:
+    """Look at words of 8 bytes first, and at their flags eight at a time: few of them differ."""
+    in_word = _WORD_NBYTES // dtype.itemsize
+    shift = in_word.bit_length() - 1
+    n_grouped = n_elements - n_elements % (_GROUP_NBYTES // dtype.itemsize)
+    words = [array[:n_grouped].view(np.uint64) for array in arrays]
+    found: list[U32] = []
+    masks: list[Bits] = []
+    step = _BLOCK_NBYTES // _WORD_NBYTES
+    for start in range(0, n_grouped >> shift, step):
+        block = [array[start : start + step] for array in words]
+        hits = _nonzero_flags(differ(*block))
+        if not len(hits):
+            continue
+        lanes: Bits = combine(*(array.take(hits) for array in block)).view(dtype)
+        lane = (lanes != 0).nonzero()[0]
+        hits += start
+        positions = hits.take(lane >> shift)
+        positions <<= shift
+        masks.append(lanes.take(lane))
+        lane &= in_word - 1
+        positions += lane
+        found.append(positions.astype(np.uint32))
+    rest: Bits = combine(*(array[n_grouped:] for array in arrays))
+    lane = rest.nonzero()[0]
+    found.append((lane + n_grouped).astype(np.uint32))
+    masks.append(rest.take(lane))
+    return np.concatenate(found), np.concatenate(masks)
+
+
+def _nonzero_flags(flags: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Return where flags, a multiple of eight, are set."""
+    octets = flags.view(np.uint64)
+    some = (octets != 0).nonzero()[0]
+    flag = octets.take(some).view(np.bool_).nonzero()[0]
+    hits: NDArray[np.intp] = some.take(flag >> 3)
+    hits <<= 3
+    flag &= 7
+    hits += flag
+    return hits
+
+
+def split_gaps(gaps: U32, k: int) -> tuple[U8, U8]:
+    """Split gaps into bytes with carries of what is above their `k` low bits, and the bit planes of these."""
     low = np.empty(0, np.uint8)
     if k:
         planes = gaps[None, :] >> np.arange(k, dtype=np.uint32)[:, None] & 1
         low = np.packbits(planes.astype(np.bool_), axis=1, bitorder="little").ravel()
-        gaps >>= k
-    if gaps.max() < CARRY:
-        return gaps.astype(np.uint8), low
-    carries, rest = np.divmod(gaps, CARRY)
-    ends = np.cumsum(carries + 1, dtype=np.int64)
-    high = np.full(int(ends[-1]), CARRY, np.uint8)
-    high[ends - 1] = rest
-    return high, low
+        gaps = gaps >> np.uint32(k)
+    high = gaps.astype(np.uint8)
+    long = (gaps >= CARRY).nonzero()[0]
+    if not len(long):
+        return high, low
+    n_carries, high[long] = np.divmod(gaps.take(long), CARRY)
+    carries = long.repeat(n_carries)
+    carries += np.arange(len(carries))
+    carried = np.full(len(high) + len(carries), CARRY, np.uint8)
+    ends = np.ones(len(carried), np.bool_)
+    ends[carries] = False
+    carried[ends] = high
+    return carried, low
 
 
-def join_gaps(high: U8, low: U8, n: int, k: int) -> tuple[NDArray[np.uint64], int]:
-    """Undo ``split_gaps``.
+def join_gaps(high: U8, low: U8, n: int, k: int) -> tuple[U32, int]:
+    """Return the positions that `n` gaps lead to, undoing ``split_gaps``.
 
     Returns
     -------
-    positions : ndarray of uint64, shape (m,)
-        As the bytes say, ascending, in or out of range. `m` is not `n` if the bytes do not hold `n` gaps.
-    n_left_over : int
-        Number of carries that no gap follows.
+    positions : ndarray of uint32, shape (n,)
+        Ascending, if the last one is right.
+    last : int
+        The last position, in or out of range; -1 if `high` does not hold `n` gaps and nothing else.
     """
-    ends = np.flatnonzero(high != CARRY)
-    n_left_over = len(high) - (int(ends[-1]) + 1 if len(ends) else 0)
-    steps = high.astype(np.uint64) << np.uint64(k)
-    if len(ends) == n:
-        steps[ends] += 1
-        if k:
-            planes = np.unpackbits(low.reshape(k, -1), axis=1, count=n, bitorder="little")
-            for plane in range(k):
-                steps[ends] += planes[plane].astype(np.uint64) << np.uint64(plane)
-    return np.cumsum(steps)[ends] - 1, n_left_over
+    flags = high != CARRY
+    if np.count_nonzero(flags) != n or not flags[-1]:
+        return np.empty(n, np.uint32), -1
+    positions = np.cumsum(high, dtype=np.int64)
+    if n < len(high):
+        positions = positions[flags]
+    if k:
+        positions <<= k
+        planes = np.unpackbits(low.reshape(k, -1), axis=1, count=n, bitorder="little")
+        rest = np.zeros(n, np.int64)
+        for plane in planes[::-1]:
+            rest <<= 1
+            rest += plane
+        positions += np.cumsum(rest)
+    positions += np.arange(n)
+    return positions.astype(np.uint32), int(positions[-1])
+
+
+def pack_flags(positions: U32, n_elements: int) -> U8:
+    """Return a bitmap in which the bits at `positions` are set."""
+    flags = np.zeros(n_elements, np.bool_)
+    flags[positions] = True
+    return np.packbits(flags, bitorder="little")
+
+
+def find_flags(bitmap: U8, n_elements: int) -> U32:
+    """Return the positions of the bits that are set, undoing ``pack_flags``."""
+    return np.unpackbits(bitmap, count=n_elements, bitorder="little").nonzero()[0].astype(np.uint32)
+
+
+def spread(bitmap: U8, values: Bits, out: Bits) -> None:
+    """Overwrite `out` with `values` where bits of `bitmap` are set, as many, and with 0 elsewhere."""
+    out[:] = 0
+    out[np.unpackbits(bitmap, count=len(out), bitorder="little").view(np.bool_)] = values
 
 
 def pack_values(values: Bits) -> tuple[U8, Bits]:
     """Return the packed 2-bit codes of values, and the values that have none."""
     codes = np.zeros(-(-len(values) // 4) * 4, np.uint8)
-    np.take(_CODE_OF, np.minimum(values, 8), out=codes[: len(values)])
-    escaped = values[codes[: len(values)] == 3]
+    used = codes[: len(values)]
+    used += 3
+    for code, value in enumerate((1, 3, 7)):
+        used -= (values == value).view(np.uint8) * np.uint8(3 - code)
+    escaped = values.take((used == 3).nonzero()[0])
     quads = codes.view("<u4")
     return (quads | quads >> 6 | quads >> 12 | quads >> 18).astype(np.uint8), escaped
 
 
 def count_escapes(codes: U8, n: int) -> int:
-    """Return how many of the first `n` packed codes are escapes."""
-    return int(np.count_nonzero(_QUAD[codes].ravel()[:n] == 3))
+    """Return how many of the first `n` packed codes are escapes; the codes after them are 0."""
+    return int(_N_ESCAPES.take(codes).sum())
 
 
 def unpack_values(codes: U8, escaped: Bits, n: int) -> Bits:
     """Undo ``pack_values``."""
-    values: Bits = _QUAD_VALUES[codes].ravel()[:n].astype(escaped.dtype)
-    values[values == 0] = escaped
+    small = _VALUES.take(codes).view(np.uint8)[:n]
+    values: Bits = small.astype(escaped.dtype)
+    values[(small == 0).nonzero()[0]] = escaped
     return values
 
 
 def split_planes(values: Bits, rotation: int) -> list[U8]:
     """Return the byte planes of values rotated left by `rotation` bits, least significant first."""
-    width = values.dtype.itemsize
+    n_bits = 8 * values.dtype.itemsize
     if rotation:
-        values = np.bitwise_or(values << rotation, values >> (8 * width - rotation), dtype=values.dtype)
-    return [np.ascontiguousarray(values.view(np.uint8)[j::width]) for j in range(width)]
+        values = np.bitwise_or(values << rotation, values >> (n_bits - rotation), dtype=values.dtype)
+    return [(values >> shift).astype(np.uint8) for shift in range(0, n_bits, 8)]
 
 
-def join_planes(planes: list[U8], rotation: int, out: Bits) -> None:
+def join_planes(planes: Sequence[U8], rotation: int, out: Bits) -> None:
     """Undo ``split_planes`` into `out`."""
-    width = out.dtype.itemsize
-    octets = out.view(np.uint8)
-    for j, plane in enumerate(planes):
-        octets[j::width] = plane
+    n_bits = 8 * out.dtype.itemsize
+    out[:] = planes[0]
+    for j, plane in enumerate(planes[1:], 1):
+        out |= plane.astype(out.dtype) << (8 * j)
     if rotation:
-        left = out << (8 * width - rotation)
+        left = out << (n_bits - rotation)
         np.right_shift(out, rotation, out=out)
         np.bitwise_or(out, left, out=out)
 
 
 def xor_at(bits: Bits, positions: U32, values: Bits) -> None:
-    """XOR values into `bits` at ascending, distinct positions, in place."""
-    bits[positions] ^= values
+    """XOR values into `bits`, of any stride, at ascending, distinct positions, in place."""
+    index = positions.astype(np.intp)
+    bits[index] ^= values

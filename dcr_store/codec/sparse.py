@@ -1,6 +1,6 @@
-"""Method 3, sparse: positions as gaps and values apart (docs/spec/v1.md, section 6.2).
+"""Methods that list the non-zero elements: positions, as gaps or as a bitmap, and values apart (docs/spec/v1.md, 6.2).
 
-Refuses bodies whose streams contradict each other, positions out of range, zero values and unused bits that are set.
+Refuses bodies whose streams contradict each other, positions out of range, and unused bits that are set.
 """
 
 from __future__ import annotations
@@ -11,101 +11,113 @@ import numpy as np
 
 from dcr_store.codec import kernels
 from dcr_store.codec.streams import StreamReader, append_stream, append_uint
+from dcr_store.codec.values import append_values, read_values, refuse_unused_bits
 from dcr_store.errors import FormatError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    U8 = NDArray[np.uint8]
+    U32 = NDArray[np.uint32]
     Bits = NDArray[np.unsignedinteger[Any]]
 
 MAX_K: Final = 16
-PLANES: Final = 0
-CODED: Final = 1
-# Zstd's entropy coder does best on gap bytes if a gap is well below 255 on average (docs/design/001-chunk-coding.md).
-_MEAN_GAP: Final = 200
+# Where changes are (everywhere or in few rows) denser than 1 in 6, a byte of the bitmap with any bit set has more than
+# 1.75 of them on average, and the bitmap becomes smaller than gaps (docs/design/001-chunk-coding.md).
+_BITMAP_NUMERATOR: Final = 7
+_BITMAP_DENOMINATOR: Final = 4
+_TYPICAL_GAP: Final = 128  # half of the gaps, without their low bits, shall be below; zstd's entropy coder likes that
 
 
-def choose_k(n: int, n_elements: int) -> int:
-    """Return how many low bits of the gaps to keep apart, for `n` of `n_elements` non-zero."""
-    return min(MAX_K, max(0, (n_elements // n // _MEAN_GAP).bit_length()))
+def suits_bitmap(n: int, n_occupied: int) -> bool:
+    """Tell whether a bitmap is smaller than gaps, for `n` bits set in `n_occupied` bytes."""
+    return _BITMAP_DENOMINATOR * n > _BITMAP_NUMERATOR * n_occupied
 
 
-def encode_body(positions: NDArray[np.uint32], values: Bits, n_elements: int) -> tuple[int, int, bytearray]:
-    """Return ``k``, the value mode and the body for the non-zero elements, at least one."""
-    engine = kernels.engine()
-    k = choose_k(len(positions), n_elements)
+def count_occupied(positions: U32) -> int:
+    """Return the number of bitmap bytes that ascending positions, at least one, fall into."""
+    octets = positions >> np.uint32(3)
+    return 1 + int(np.count_nonzero(octets[1:] != octets[:-1]))
+
+
+def encode_gaps(positions: U32, values: Bits) -> tuple[int, int, bytearray]:
+    """Return ``k``, the value mode and the body of the method sparse."""
+    gaps = np.empty(len(positions), np.uint32)
+    gaps[0] = positions[0]
+    np.subtract(positions[1:], positions[:-1], out=gaps[1:])
+    gaps[1:] -= np.uint32(1)
+    k = 0
+    while k < MAX_K and 2 * np.count_nonzero(gaps < _TYPICAL_GAP << k) < len(gaps):
+        k += 1
+    high, low = kernels.engine().split_gaps(gaps, k)
     out = bytearray()
     append_uint(out, len(positions))
-    high, low = engine.split_gaps(positions, k)
     append_stream(out, high)
     if k:
         append_stream(out, low, compressible=False)
-    codes, escaped = engine.pack_values(values)
-    coded = bytearray()
-    mode = CODED
-    if 2 * len(escaped) <= len(values):
-        append_stream(coded, codes)
-        append_planes(coded, engine.split_planes(escaped, 0))
-    else:
-        mode = PLANES
-        append_planes(coded, engine.split_planes(values, 0))
-    return k, mode, out + coded
+    _, mode = append_values(out, values, rotate=False)
+    return k, mode, out
 
 
-def append_planes(out: bytearray, planes: list[NDArray[np.uint8]]) -> None:
-    """Append a stream for each byte plane."""
-    for plane in planes:
-        append_stream(out, plane)
+def encode_bitmap(bitmap: U8, values: Bits) -> tuple[int, int, bytearray]:
+    """Return ``k``, the value mode and the body of the method bitmap."""
+    out = bytearray()
+    append_uint(out, len(values))
+    append_stream(out, bitmap)
+    rotation, mode = append_values(out, values, rotate=True)
+    return rotation, mode, out
 
 
-def decode_body(
-    body: StreamReader, dtype: np.dtype[Any], n_elements: int, k: int, mode: int
-) -> tuple[NDArray[np.uint32], Bits]:
-    """Return the positions and values of a body, checked; the reader stands at its end.
+def decode_gaps(body: StreamReader, dtype: np.dtype[Any], n_elements: int, k: int, mode: int) -> tuple[U32, Bits]:
+    """Return the positions and values of a body of the method sparse.
 
     Raises
     ------
     FormatError
-        The body violates the format; what it allocates until then is bounded by the chunk's decoded length.
+        The body violates the format.
     """
-    engine = kernels.engine()
     if k > MAX_K:
         raise FormatError("k of a sparse chunk out of range", expected=f"0 to {MAX_K}", found=k)
-    if mode not in (PLANES, CODED):
-        raise FormatError("unknown value mode of a sparse chunk", expected="0 or 1", found=mode)
+    n = _read_n(body, n_elements)
+    # Each byte of the gaps, carry or not, moves the position on by at least one.
+    high = body.read_stream("gaps", n, n_elements)
+    low = np.empty(0, np.uint8)
+    if k:
+        plane_nbytes = -(-n // 8)
+        low = body.read_stream("low bits of the gaps", k * plane_nbytes)
+        refuse_unused_bits("low bits of the gaps", low[plane_nbytes - 1 :: plane_nbytes], n % 8)
+    positions: U32
+    positions, last = kernels.engine().join_gaps(high, low, n, k)
+    if last < 0:
+        raise FormatError("gaps do not hold as many gaps as elements", expected=n, found="more, fewer or a carry last")
+    if last >= n_elements:
+        raise FormatError("position out of range", expected=f"below {n_elements}", found=last)
+    values = read_values(body, dtype, n, 0, mode)
+    body.finish()
+    return positions, values
+
+
+def decode_bitmap(body: StreamReader, dtype: np.dtype[Any], n_elements: int, k: int, mode: int) -> tuple[U8, Bits]:
+    """Return the bitmap and the values of a body of the method bitmap.
+
+    Raises
+    ------
+    FormatError
+        The body violates the format.
+    """
+    n = _read_n(body, n_elements)
+    bitmap = body.read_stream("bitmap", -(-n_elements // 8))
+    refuse_unused_bits("bitmap", bitmap[-1:], n_elements % 8)
+    n_set = int(np.bitwise_count(bitmap).sum(dtype=np.int64))
+    if n_set != n:
+        raise FormatError("bitmap with another number of bits set than elements", expected=n, found=n_set)
+    values = read_values(body, dtype, n, k, mode)
+    body.finish()
+    return bitmap, values
+
+
+def _read_n(body: StreamReader, n_elements: int) -> int:
     n = body.read_uint("number of non-zero elements")
     if not 1 <= n <= n_elements:
         raise FormatError("impossible number of non-zero elements", expected=f"1 to {n_elements}", found=n)
-    high = body.read_stream("gaps", n, n_elements)
-    low = body.read_stream("low bits of the gaps", k * -(-n // 8)) if k else np.empty(0, np.uint8)
-    _refuse_unused_bits("low bits of the gaps", low[-(-n // 8) - 1 :: -(-n // 8)] if k else low, n % 8)
-    joined, n_left_over = engine.join_gaps(high, low, n, k)
-    if len(joined) != n or n_left_over:
-        raise FormatError(
-            "gaps do not hold as many gaps as elements",
-            expected=n,
-            found=f"{len(joined)}, {n_left_over} carries left over",
-        )
-    if joined[-1] >= n_elements:
-        raise FormatError("position out of range", expected=f"below {n_elements}", found=int(joined[-1]))
-    return joined.astype(np.uint32), _decode_values(body, dtype, n, mode)
-
-
-def _decode_values(body: StreamReader, dtype: np.dtype[Any], n: int, mode: int) -> Bits:
-    engine = kernels.engine()
-    n_apart = n
-    codes = np.empty(0, np.uint8)
-    if mode == CODED:
-        codes = body.read_stream("value codes", -(-n // 4))
-        _refuse_unused_bits("value codes", codes[-1:], 2 * (n % 4))
-        n_apart = engine.count_escapes(codes, n)
-    apart = np.empty(n_apart, dtype)
-    engine.join_planes([body.read_stream(f"value plane {j}", n_apart) for j in range(dtype.itemsize)], 0, apart)
-    if not apart.all():
-        raise FormatError("a sparse chunk holds a zero value", expected="non-zero values", found=0)
-    return engine.unpack_values(codes, apart, n) if mode == CODED else apart
-
-
-def _refuse_unused_bits(what: str, last: NDArray[np.uint8], n_used: int) -> None:
-    if n_used and np.any(last >> n_used):
-        raise FormatError(f"unused bits of {what} are set", expected=0, found=int(last.max() >> n_used))
+    return n

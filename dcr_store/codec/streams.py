@@ -49,18 +49,27 @@ def append_stream(out: bytearray, content: U8, *, compressible: bool = True) -> 
     compressible : bool
         False if zstd is known to be of no use.
     """
-    nbytes = len(content)
-    coding, stored = STORED, content.data
-    if nbytes > 1 and content[0] == content[-1] and not np.any(content != content[0]):
-        coding, stored = CONSTANT, content[:1].data
-    elif compressible and nbytes >= _WORTH_TRYING_NBYTES:
-        frame = _ZSTD.encode(content)
-        if len(frame) < nbytes:
-            coding, stored = ZSTD, memoryview(frame)
+    coding, stored = _smallest(content, compressible)
     out.append(coding)
-    append_uint(out, nbytes)
+    append_uint(out, len(content))
     append_uint(out, len(stored))
     out += stored
+
+
+def stored_nbytes(content: U8) -> int:
+    """Return how many bytes ``append_stream`` would store for a content."""
+    return len(_smallest(content, True)[1])
+
+
+def _smallest(content: U8, compressible: bool) -> tuple[int, memoryview]:
+    nbytes = len(content)
+    if nbytes > 1 and content[0] == content[-1] and not np.any(content != content[0]):
+        return CONSTANT, content[:1].data
+    if compressible and nbytes >= _WORTH_TRYING_NBYTES:
+        frame = _ZSTD.encode(content)
+        if len(frame) < nbytes:
+            return ZSTD, memoryview(frame)
+    return STORED, content.data
 
 
 class StreamReader:
