@@ -173,9 +173,13 @@ class Layout:
         """Return the names of all tensors in order, then all aliases."""
         return list(self._by_name)
 
+    def find(self, name: str) -> TensorEntry | None:
+        """Return a tensor by its name or an alias, or None."""
+        return self._by_name.get(name)
+
     def entry(self, name: str) -> TensorEntry:
         """Return a tensor by its name or an alias; ``NotFoundError`` that says which names are close."""
-        found = self._by_name.get(name)
+        found = self.find(name)
         if found is not None:
             return found
         close = _close_names(str(name)[:200], self._by_name)

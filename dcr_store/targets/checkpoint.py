@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import stat
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import numpy as np
 
-from dcr_store.errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
-from dcr_store.format import canonical
+from dcr_store.errors import IntegrityError, InvalidInputError, NotFoundError, StorageError
 from dcr_store.layout.dtypes import DTYPES, Bits, shown, uint_dtype
+from dcr_store.targets.checkpoint_listing import (
+    SUFFIX,
+    LeftOut,
+    SideFile,
+    check_index,
+    is_index,
+    list_checkpoint,
+)
 from dcr_store.targets.file_bytes import read_exactly
-from dcr_store.targets.paths import OWN_DIRECTORY, check_path
+from dcr_store.targets.paths import check_path
 from dcr_store.targets.safetensors_file import FileTensor, Header, read_header
-
-MAX_SIDE_NBYTES: Final = 64 << 20
-_SUFFIX: Final = ".safetensors"
-_INDEX_SUFFIX: Final = ".safetensors.index.json"
-_PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
-_SKIPPED: Final = (".git", ".cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +37,6 @@ class CheckpointFile:
 
     path: str
     header: Header
-
-
-@dataclass(frozen=True, slots=True)
-class SideFile:
-    """Any other file of the checkpoint: its path relative to the checkpoint, and its nbytes."""
-
-    path: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Something in the directory that is no part of the checkpoint, and why."""
-
-    path: str
-    reason: str
 
 
 class Checkpoint:
@@ -275,11 +257,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise StorageError(f"cannot be opened: {error}", key=str(place)) from error
     if stat.S_ISDIR(status.st_mode):
         return _open_directory(place.resolve())
-    if not place.name.endswith(_SUFFIX):
+    if not place.name.endswith(SUFFIX):
         raise InvalidInputError(
             "is no checkpoint; give a directory with safetensors files, or one such file",
             key=str(place),
-            expected=f"a name that ends in {_SUFFIX}",
+            expected=f"a name that ends in {SUFFIX}",
             found=repr(place.name),
         )
     place = place.parent.resolve() / place.name  # not place.resolve(): a link in a cache has the name that counts
@@ -287,112 +269,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _open_directory(root: Path) -> Checkpoint:
-    weights: list[str] = []
-    side: list[SideFile] = []
-    left_out: list[LeftOut] = []
-    for path, entry in _walk(root, "", left_out):
-        nbytes = entry.stat().st_size
-        if "/" not in path and path.endswith(_SUFFIX):
-            weights.append(path)
-        elif nbytes > MAX_SIDE_NBYTES:
-            left_out.append(LeftOut(path, f"{nbytes} bytes, and side files may have {MAX_SIDE_NBYTES}"))
-        else:
-            side.append(SideFile(path, nbytes))
-    if not weights:
-        raise _no_weights(root, [file.path for file in side] + [item.path for item in left_out])
-    _check_parts(root, weights)
-    files = tuple(CheckpointFile(path, read_header(root / path)) for path in sorted(weights))
-    for file in side:
-        if "/" not in file.path and file.path.endswith(_INDEX_SUFFIX):
-            _check_index(root / file.path, {item.path: item for item in files})
-    side.sort(key=lambda item: item.path)
-    left_out.sort(key=lambda item: item.path)
-    return Checkpoint(root, files, tuple(side), tuple(left_out))
-
-
-def _walk(root: Path, below: str, left_out: list[LeftOut]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield the regular files of a directory, through links to files (a Hugging Face cache has nothing else)."""
-    try:
-        with os.scandir(root / below) as listing:
-            entries = list(listing)
-    except OSError as error:
-        raise StorageError(f"cannot be listed: {error.strerror}", key=str(root / below)) from error
-    for entry in entries:
-        if entry.name in _SKIPPED or entry.name.startswith(OWN_DIRECTORY):
-            continue
-        path = check_path(below + entry.name)
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk(root, path + "/", left_out)
-        elif entry.is_file():
-            yield path, entry
-        elif entry.is_symlink():
-            left_out.append(LeftOut(path, "a link to a directory" if entry.is_dir() else "a link to no file"))
-        else:
-            left_out.append(LeftOut(path, "no regular file"))
-
-
-def _no_weights(root: Path, names: list[str]) -> InvalidInputError:
-    advice = "give the directory that holds the *.safetensors files"
-    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
-        advice = "it holds pickled weights: load them and save them again with save_pretrained(safe_serialization=True)"
-    elif any(name.endswith(".distcp") for name in names):
-        advice = "it holds a torch distributed checkpoint: export it to safetensors first"
-    elif nested := sorted({name.rsplit("/", 1)[0] for name in names if "/" in name and name.endswith(_SUFFIX)}):
-        advice = f"did you mean {' or '.join(str(root / item) for item in nested[:3])}?"
-    found = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return InvalidInputError(
-        f"has no safetensors files at its top; {advice}",
-        key=str(root),
-        expected=f"model{_SUFFIX} or model-00001-of-0000N{_SUFFIX}",
-        found=found or "nothing",
-    )
-
-
-def _check_parts(root: Path, weights: list[str]) -> None:
-    """Refuse a directory in which a file of a numbered set is missing, whether or not an index says so."""
-    parts: dict[tuple[str, str], set[int]] = defaultdict(set)
-    for path in weights:
-        if match := _PART.fullmatch(path):
-            parts[match[1], match[3]].add(int(match[2]))
-    for (prefix, n_parts), present in parts.items():
-        missing = next((i for i in range(1, int(n_parts) + 1) if i not in present), None)
-        if missing is not None:
-            raise InvalidInputError(
-                "a file of the checkpoint is missing; finish the download or copy",
-                key=str(root),
-                expected=f"{prefix}-{missing:05d}-of-{n_parts}{_SUFFIX}",
-                found=f"{len(present)} of {int(n_parts)} files",
-            )
-
-
-def _check_index(index: Path, files: dict[str, CheckpointFile]) -> None:
-    key = str(index)
-    try:
-        document = canonical.decode(index.read_bytes(), key)
-    except OSError as error:
-        raise StorageError(f"cannot be read: {error.strerror}", key=key) from error
-    except FormatError as error:
-        raise FormatError(f"is not valid JSON: {error.__cause__}", key=key) from error
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(item, str) for item in weight_map.values()):
-        raise FormatError("has no weight_map from tensors to files", key=key, expected="an object of texts")
-    for path in sorted(set(weight_map.values())):
-        if path not in files:
-            raise InvalidInputError(
-                f"the index names a file that is not there: {shown(path)}; finish the download or copy",
-                key=key,
-                expected=path,
-                found=", ".join(files),
-            )
-        here = {tensor.name for tensor in files[path].header.tensors}
-        listed = {name for name, where in weight_map.items() if where == path}
-        for name in sorted(listed ^ here)[:1]:
-            raise InvalidInputError(
-                f"the index and {path} disagree about tensor {shown(name)}; save the checkpoint again",
-                key=key,
-                expected=f"it in {weight_map[name]}" if name in weight_map else f"it not in {path}",
-                found=f"it in {path}" if name in here else f"it not in {path}",
-            )
+    listing = list_checkpoint(root)
+    files = tuple(CheckpointFile(path, read_header(root / path)) for path in listing.weights)
+    tensors = {file.path: frozenset(tensor.name for tensor in file.header.tensors) for file in files}
+    for side in listing.side_files:
+        if is_index(side.path):
+            check_index(root / side.path, tensors)
+    return Checkpoint(root, files, listing.side_files, listing.left_out)
 
 
 def _tensors_by_name(files: tuple[CheckpointFile, ...]) -> dict[str, tuple[CheckpointFile, FileTensor]]:
