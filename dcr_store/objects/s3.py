@@ -16,6 +16,7 @@ from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
 from dcr_store.errors import InvalidInputError, NotFoundError, StorageError
+from dcr_store.objects import s3_rules
 from dcr_store.objects.flat import flat
 from dcr_store.objects.keys import check_key, check_prefix, check_range, key_problem
 from dcr_store.objects.retry import RetryPolicy, TransientError, resolving, retrying
@@ -93,11 +94,22 @@ class S3Objects:
         return name
 
     def call(self, action: str, key: str, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Make one try of an API operation on the bucket and return its answer, for operations without a body.
+        """Return the answer of an API operation on the bucket, one without a body, with retries.
 
-        Raises ``TransientError`` where another try may help, and an error of ``dcr_store.errors`` where not.
+        Parameters
+        ----------
+        action, key : str
+            What is done to which object or prefix, for errors.
+        operation : str
+            A method of botocore's S3 client.
+        **arguments
+            Of the operation, besides the bucket.
         """
-        return self._run(action, key, lambda: self._send(operation, arguments), TRY_TIMEOUT_S)
+
+        def attempt() -> dict[str, Any]:
+            return self._run(action, key, lambda: self._send(operation, dict(arguments)), TRY_TIMEOUT_S)
+
+        return retrying(self._policy, action, key, attempt)
 
     def _run(self, action: str, key: str, send: Callable[[], Awaitable[T]], timeout_s: float) -> T:
         async def within() -> T:
@@ -126,6 +138,10 @@ class S3Objects:
             raise StorageError('botocore is too old for conditional puts: pip install -U "dcr-store[s3]"')
         answer: dict[str, Any] = await getattr(client, operation)(Bucket=self.bucket, **arguments)
         return answer
+
+    def check_rules(self) -> None:
+        """Raise ``StorageError`` if the bucket expires objects of this store; warn of lesser rules."""
+        s3_rules.check_rules(self)
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the bytes ``[start, stop)`` of an object; ``NotFoundError`` if there is none."""
@@ -227,9 +243,7 @@ class S3Objects:
     def _pages(self, prefix: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         arguments["Prefix"] = self.prefix + prefix
         while True:
-            page = retrying(
-                self._policy, "list", prefix, lambda: self.call("list", prefix, "list_objects_v2", **arguments)
-            )
+            page = self.call("list", prefix, "list_objects_v2", **arguments)
             yield page
             if not page.get("IsTruncated"):
                 return
@@ -239,11 +253,11 @@ class S3Objects:
         """Return an object's nbytes, or None if there is none."""
         name = self._name(key)
         try:
-            answer = retrying(self._policy, "look up", key, lambda: self.call("look up", key, "head_object", Key=name))
+            answer = self.call("look up", key, "head_object", Key=name)
         except NotFoundError:
             if not self._bucket_seen:
                 # HEAD has no body to say that it is the bucket which is missing.
-                retrying(self._policy, "list", key, lambda: self.call("list", key, "list_objects_v2", MaxKeys=1))
+                self.call("list", key, "list_objects_v2", MaxKeys=1)
             return None
         return int(answer["ContentLength"])
 
@@ -251,7 +265,7 @@ class S3Objects:
         """Delete an object; one that does not exist is no error."""
         name = self._name(key)
         try:
-            retrying(self._policy, "delete", key, lambda: self.call("delete", key, "delete_object", Key=name))
+            self.call("delete", key, "delete_object", Key=name)
         except NotFoundError:
             return
 
