@@ -2,10 +2,10 @@
 
 ::
 
-    u8.bin u16.bin u32.bin u64.bin     elements of the space, little-endian, up to the end of its last chunk; zeros
-                                       where no tensor is; no file for a space without tensors
+    u8.bin u16.bin u32.bin u64.bin     the elements of the space, little-endian, zeros where no tensor is;
+                                       no file for a space without tensors
 
-Room on disk is taken when the files are made: writing a mapped file on a full disk would end the process with a signal.
+Room on disk is taken when the files are made: writing to a mapping of a full disk would end the process with a signal.
 Refuses files of another size, unless they are to be made anew.
 """
 
@@ -16,7 +16,7 @@ import mmap
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from dcr_store.errors import IntegrityError, InvalidInputError, NotFoundError, S
 from dcr_store.layout.dtypes import SPACES, Bits, uint_dtype, width
 from dcr_store.layout.layout import Layout
 from dcr_store.targets.chunks import check_chunk
+from dcr_store.targets.file_bytes import write_exactly
 from dcr_store.targets.paths import existing_directory, fsync_directory
 
 
@@ -60,58 +61,66 @@ class SpaceFiles:
         self.root = existing_directory(directory)
         self.layout = layout
         self.chunk_elements = chunk_elements
-        self._maps: dict[str, mmap.mmap] = {}
+        self._files: dict[str, BinaryIO] = {}
         self._spaces: dict[str, Bits] = {}
         self._gaps: dict[str, set[int]] = {}
         for space in SPACES:
-            n = layout.n_chunks(space, chunk_elements) * chunk_elements
+            n = layout.spaces[space]
             if n:
-                mapped = _map(self.root / f"{space}.bin", n * width(space), create=create)
-                self._maps[space] = mapped
+                self._files[space], mapped = _map(self.root / f"{space}.bin", n * width(space), create=create)
                 self._spaces[space] = np.frombuffer(mapped, uint_dtype(space))
                 occupied = layout.occupied(space, chunk_elements)
+                occupied[-1] += -n % chunk_elements  # what is past the end is no gap: it is not written at all
                 self._gaps[space] = set(np.flatnonzero(occupied < chunk_elements).tolist())
         if create:
             fsync_directory(self.root)
 
     def view(self, space: str, chunk: int) -> Bits:
-        """Return a chunk: uintN, shape (chunk_elements,), read-only, the mapped memory itself."""
+        """Return a chunk: uintN, shape (chunk_elements,), read-only.
+
+        The mapped memory itself; of a last chunk that goes past the end of the space a copy, with zeros there.
+        """
         view = self.writable_view(space, chunk)
+        if view.size < self.chunk_elements:
+            view = np.concatenate([view, np.zeros(self.chunk_elements - view.size, view.dtype)])
         view.flags.writeable = False
         return view
 
     def writable_view(self, space: str, chunk: int) -> Bits:
-        """Return a chunk: uintN, shape (chunk_elements,), the mapped memory itself: what is written is in the file.
+        """Return the mapped memory of a chunk: uintN, shape (chunk_elements,), less at the end of the space.
 
-        The caller leaves elements of no tensor zero. Views must not be used after `close`d files were removed or cut.
+        What is written there is in the file, durable after `sync`. The caller leaves elements of no tensor zero.
         """
-        if space not in self._spaces:
+        start = chunk * self.chunk_elements
+        if space not in self._spaces or not 0 <= start < self._spaces[space].size:
             raise InvalidInputError(f"there is no chunk {chunk} of space {space} here", key=str(self.root))
-        start, stop = chunk * self.chunk_elements, (chunk + 1) * self.chunk_elements
-        if not 0 <= start < self._spaces[space].size:
-            raise InvalidInputError(f"there is no chunk {chunk} of space {space} here", key=str(self.root))
-        return self._spaces[space][start:stop]
+        return self._spaces[space][start : start + self.chunk_elements]
 
     def read_chunk(self, space: str, chunk: int, out: Bits) -> None:
-        """Copy a chunk's current bits into `out`."""
+        """Copy a chunk's current bits into `out`; zeros past the end of the space."""
         check_chunk(self.layout, space, chunk, out, self.chunk_elements, writable=True)
-        out[:] = self.writable_view(space, chunk)
+        view = self.writable_view(space, chunk)
+        out[: view.size] = view
+        out[view.size :] = 0
 
     def write_chunk(self, space: str, chunk: int, bits: Bits) -> None:
         """Overwrite a chunk; elements of no tensor are dropped. Durable after `sync`."""
         start, stop = check_chunk(self.layout, space, chunk, bits, self.chunk_elements)
-        view = self.writable_view(space, chunk)
-        if chunk not in self._gaps[space]:
-            view[:] = bits
-            return
-        for _, first, last, offset in self.layout.pieces(space, start, stop):
-            view[offset : offset + last - first] = bits[offset : offset + last - first]
+        if chunk in self._gaps[space]:
+            kept = np.zeros_like(bits)
+            for _, first, last, offset in self.layout.pieces(space, start, stop):
+                kept[offset : offset + last - first] = bits[offset : offset + last - first]
+            bits = kept
+        bits = bits[: self._spaces[space].size - start]
+        # Not through the mapping: there each new page costs a fault, and a full disk ends the process.
+        path = str(self.root / f"{space}.bin")
+        write_exactly(self._files[space].fileno(), start * width(space), [bits.view(np.uint8).data], path)
 
     def sync(self) -> None:
         """Make everything that was written durable."""
-        for space, mapped in self._maps.items():
+        for space, file in self._files.items():
             try:
-                mapped.flush()
+                os.fsync(file.fileno())  # also what was written through the mapping
             except OSError as error:
                 raise StorageError(
                     f"cannot be made durable: {error.strerror}", key=str(self.root / f"{space}.bin")
@@ -120,7 +129,9 @@ class SpaceFiles:
     def close(self) -> None:
         """Let go of the files, without making anything durable. The mapping goes when the last view of it goes."""
         self._spaces.clear()
-        self._maps.clear()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -131,13 +142,14 @@ class SpaceFiles:
         self.close()
 
 
-def _map(path: Path, nbytes: int, *, create: bool) -> mmap.mmap:
+def _map(path: Path, nbytes: int, *, create: bool) -> tuple[BinaryIO, mmap.mmap]:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o666)
     except FileNotFoundError as error:
         raise NotFoundError("a file of the baseline is missing; make it anew", key=str(path)) from error
     except OSError as error:
         raise StorageError(f"cannot be opened: {error.strerror}", key=str(path)) from error
+    file = os.fdopen(fd, "r+b", buffering=0)
     try:
         found = os.fstat(fd).st_size
         if found != nbytes:
@@ -147,11 +159,13 @@ def _map(path: Path, nbytes: int, *, create: bool) -> mmap.mmap:
                 )
             os.ftruncate(fd, 0)  # first to nothing: nothing of what was there may remain
             _reserve(fd, nbytes)
-        return mmap.mmap(fd, nbytes)
+        return file, mmap.mmap(fd, nbytes)
     except OSError as error:
+        file.close()
         raise StorageError(f"cannot get {nbytes} bytes: {error.strerror}", key=str(path)) from error
-    finally:
-        os.close(fd)
+    except BaseException:
+        file.close()
+        raise
 
 
 def _reserve(fd: int, nbytes: int) -> None:
