@@ -102,7 +102,7 @@ def translated(error: Exception, action: str, url: str, key: str) -> Exception:
         )
     if isinstance(error, boto.CredentialRetrievalError | boto.MetadataRetrievalError):
         return TransientError(f"{url}: {error}", sent=False)
-    if isinstance(error, boto.HTTPClientError):
+    if isinstance(error, boto.HTTPClientError | boto.ConnectionError):
         return _unanswered(error, action, url, key)
     if isinstance(error, aiohttp.ClientError | TimeoutError | asyncio.TimeoutError | OSError):
         return TransientError(f"{url}: {_described(error)}")
@@ -131,7 +131,7 @@ def _answered(response: Mapping[str, Any], action: str, url: str, key: str) -> E
     return RefusedError(f"cannot {action}: {said}" + (f"; {hint}" if hint else ""), key=key, code=code)
 
 
-def _unanswered(error: boto.HTTPClientError, action: str, url: str, key: str) -> Exception:
+def _unanswered(error: boto.BotoCoreError, action: str, url: str, key: str) -> Exception:
     """Return the exception for a request that got no whole answer."""
     cause = error.kwargs.get("error") or error.__context__
     if isinstance(cause, aiohttp.ClientConnectorCertificateError):
