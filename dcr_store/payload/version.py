@@ -1,4 +1,4 @@
-"""The objects of one committed version, read and checked against the references that lead to them (docs/spec/v1.md §11).
+"""The objects of one committed version, read and checked against the references to them (docs/spec/v1.md §11).
 
 Everything returned has the SHA-256 recorded in the log; an object that has not, or is missing, is an ``IntegrityError``
 that names its key. Partitions are fetched on request and not kept.

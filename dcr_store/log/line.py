@@ -1,0 +1,274 @@
+"""One line's log in an object store: open, follow, append (docs/spec/v1.md §9, §10). Safe to use from several threads.
+
+Appending decides on a prefix and puts at that prefix's length; a lost number is read and decided again. Refuses to
+append anything while the outcome of an earlier put is unknown.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from dcr_store import events
+from dcr_store.errors import FormatError, IntegrityError, NotFoundError, OutcomeUnknownError, StorageError
+from dcr_store.format.names import checkpoint_key, record_key
+from dcr_store.format.records import Begin, Commit, Record, parse_record
+from dcr_store.log import checkpoints, fold
+from dcr_store.log.fold import LineState, VersionRow
+from dcr_store.ports import ObjectStore
+
+CHECKPOINT_VERSIONS: Final = 8
+_N_PARALLEL: Final = 16
+
+
+class LineLog:
+    """The log of one line.
+
+    Parameters
+    ----------
+    objects : ObjectStore
+    line : str
+        Checked name.
+    store_sha256 : str
+        SHA-256 of ``dcr.json``, with which the hash chain starts.
+    """
+
+    def __init__(self, objects: ObjectStore, line: str, store_sha256: str) -> None:
+        self.objects = objects
+        self.line = line
+        self.store_sha256 = store_sha256
+        self.state = LineState(line, 0, store_sha256)
+        self._checkpoint: int | None = None
+        self._unresolved: tuple[str, bytes] | None = None
+        self._segments: dict[int, tuple[VersionRow, ...]] = {}
+        self._opened = False
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------------ reading
+
+    def refresh(self) -> LineState:
+        """Read on from where the state ends; return the new state.
+
+        Raises
+        ------
+        IntegrityError
+            If a record is illegal, or records that the hint speaks of are gone.
+        """
+        with self._lock:
+            return self._refresh()
+
+    def _refresh(self) -> LineState:
+        at_least = 0
+        if not self._opened:
+            at_least = self._open()
+        while self.state.length < at_least:
+            stop = min(at_least, self.state.length + 1024)
+            with ThreadPoolExecutor(_N_PARALLEL) as pool:
+                for seq, data in zip(
+                    range(self.state.length, stop), pool.map(self._get, range(self.state.length, stop)), strict=True
+                ):
+                    if data is None:
+                        raise IntegrityError(
+                            "the log record is missing; restore it from a copy of the store",
+                            key=record_key(self.line, seq),
+                            expected=f"at least {at_least} records, as {self.line}'s hint says",
+                            found=f"{seq}",
+                        )
+                    self._advance(data)
+        while (data := self._get(self.state.length)) is not None:
+            self._advance(data)
+        self._opened = True
+        return self.state
+
+    def _open(self) -> int:
+        """Start from the newest usable checkpoint; return a length that the log had once."""
+        hint = checkpoints.read_hint(self.objects, self.line)
+        seqs = [] if hint is None or hint.checkpoint is None else [hint.checkpoint]
+        state = next(filter(None, map(self._read_checkpoint, seqs)), None)
+        if state is None and (hint is None or hint.checkpoint is not None):
+            prefix = checkpoint_key(self.line, 0).rpartition("/")[0] + "/"
+            names = [name.removesuffix(".json") for name in self.objects.list_names(prefix)]
+            found = sorted((int(name) for name in names if name.isdecimal() and len(name) == 20), reverse=True)
+            state = next(filter(None, map(self._read_checkpoint, found)), None)
+        if state is not None:
+            self.state, self._checkpoint = state, state.length
+        if hint is not None and hint.length == self.state.length and hint.last_sha256 != self.state.last_sha256:
+            # The checkpoint contradicts the hint: both are derived, so ask the records alone.
+            self.state, self._checkpoint = LineState(self.line, 0, self.store_sha256), None
+        return 0 if hint is None else hint.length
+
+    def _read_checkpoint(self, seq: int) -> LineState | None:
+        return checkpoints.read_checkpoint(self.objects, self.line, seq, self.store_sha256)
+
+    def _get(self, seq: int) -> bytes | None:
+        try:
+            return self.objects.get(record_key(self.line, seq))
+        except NotFoundError:
+            return None
+
+    def _advance(self, data: bytes) -> None:
+        key = record_key(self.line, self.state.length)
+        self.state = fold.apply(self.state, parse_record(data, key), data)
+
+    def records(self) -> Iterator[tuple[Record, bytes]]:
+        """Iterate over all records from 0 with their bytes, folding and checking them anew.
+
+        Raises
+        ------
+        IntegrityError, FormatError
+            At the first record that is illegal or damaged.
+        """
+        state, seq = LineState(self.line, 0, self.store_sha256), 0
+        with ThreadPoolExecutor(_N_PARALLEL) as pool:
+            while True:
+                batch = list(pool.map(self._get, range(seq, seq + _N_PARALLEL)))
+                for data in batch:
+                    if data is None:
+                        return
+                    record = parse_record(data, record_key(self.line, state.length))
+                    state = fold.apply(state, record, data)
+                    yield record, data
+                seq += _N_PARALLEL
+
+    # ------------------------------------------------------------------ versions
+
+    def rows(self) -> list[VersionRow]:
+        """Return all versions, oldest first, as of the last refresh."""
+        result: list[VersionRow] = []
+        for seq in self.state.segments:
+            result.extend(self._segment(seq))
+        return [*result, *self.state.rows]
+
+    def row(self, version: int) -> VersionRow | None:
+        """Return one version, or None if the line has no such version (as of the last refresh)."""
+        head = self.state.head
+        if head is None or version > head.version:
+            return None
+        if version == head.version:
+            return head
+        rows = self.state.rows
+        for seq in reversed(self.state.segments):
+            if rows and version >= rows[0].version:
+                break
+            rows = self._segment(seq)
+        index = version - rows[0].version if rows else -1
+        if 0 <= index < len(rows) and rows[index].version == version:
+            return rows[index]
+        raise IntegrityError(
+            "the log's checkpoints leave out a version; delete log checkpoints, they are derived",
+            key=f"{self.line}@{version}",
+        )
+
+    def _segment(self, seq: int) -> tuple[VersionRow, ...]:
+        if seq not in self._segments:
+            rows = checkpoints.read_rows(self.objects, self.line, seq, self.store_sha256)
+            self._segments[seq] = self._refold(seq) if rows is None else rows
+        return self._segments[seq]
+
+    def _refold(self, seq: int) -> tuple[VersionRow, ...]:
+        """Return the rows of a damaged segment from the records themselves."""
+        before = [s for s in self.state.segments if s < seq]
+        start = before[-1] if before else 0
+        state = LineState(self.line, 0, self.store_sha256)
+        for record, data in self.records():
+            state = fold.apply(state, record, data)
+            if state.length == seq:
+                break
+        return tuple(row for row in state.rows if row.seq >= start)
+
+    def complete(self, row: VersionRow) -> VersionRow:
+        """Return `row` with its message and metadata, reading the begin record where they were too long to keep."""
+        if row.metadata is not None:
+            return row
+        key = record_key(self.line, row.begin_seq)
+        record = parse_record(self.objects.get(key), key)
+        if not isinstance(record, Begin) or record.txid != row.txid:
+            raise IntegrityError(
+                "is not the record that began the version", key=key, expected=f"begin of {row.txid}", found=record.kind
+            )
+        return VersionRow(
+            row.version,
+            row.seq,
+            row.begin_seq,
+            row.txid,
+            row.attempt,
+            row.base,
+            row.layout,
+            row.root,
+            row.manifest,
+            row.counts,
+            record.message,
+            record.metadata,
+            row.created_at,
+            row.record_sha256,
+        )
+
+    # ------------------------------------------------------------------ writing
+
+    def append(self, decide: Callable[[LineState], Record]) -> Record:
+        """Append the record that `decide` makes of the current state.
+
+        Parameters
+        ----------
+        decide : callable
+            Called with the fold of a prefix; returns the record for the number that is this prefix's length, or
+            raises (a ``ConflictError``) if nothing may be appended. Called again with more of the log whenever its
+            number was lost.
+
+        Returns
+        -------
+        Record
+            The record that is now in the log.
+
+        Raises
+        ------
+        OutcomeUnknownError
+            The put got no answer; the next append first finds out what became of it.
+        """
+        with self._lock:
+            self._resolve()
+            return self._append(decide)
+
+    def _append(self, decide: Callable[[LineState], Record]) -> Record:
+        while True:
+            state = self._refresh()
+            record = decide(state)
+            data = record.to_bytes()
+            advanced = fold.apply(state, record, data)
+            key = record_key(self.line, state.length)
+            events.reached(f"log.{record.kind}.before", key)
+            # A crash just before leaves the log as it was; just after, the record stands and every reader sees it.
+            if self._put(key, data):
+                self.state = advanced
+                events.reached(f"log.{record.kind}.after", key)
+                self._note(record)
+                return record
+
+    def _put(self, key: str, data: bytes) -> bool:
+        try:
+            return self.objects.put_if_absent(key, data)
+        except OutcomeUnknownError:
+            self._unresolved = (key, data)
+            raise
+
+    def _resolve(self) -> None:
+        if self._unresolved is not None:
+            key, data = self._unresolved
+            self.objects.put_if_absent(key, data)
+            self._unresolved = None
+
+    def _note(self, record: Record) -> None:
+        """Write hint and checkpoint. They only save time, so a failing backend is no error here."""
+        if not isinstance(record, Commit):
+            return
+        try:
+            if (record.version + 1) % CHECKPOINT_VERSIONS == 0:
+                length = self.state.length
+                self.state = checkpoints.write_checkpoint(self.objects, self.state, self.store_sha256)
+                self._checkpoint = length
+                events.reached("log.checkpoint.after", self.line)
+            checkpoints.write_hint(self.objects, self.state, self._checkpoint)
+        except (StorageError, FormatError):
+            events.reached("log.hint.failed", self.line)

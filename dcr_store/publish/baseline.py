@@ -1,0 +1,277 @@
+"""The publisher's copy of the last committed bits: flat files, one per canonical space, mapped.
+
+Never trusted: every chunk is digested when it is used, and one that is not the base's is healed from the store. So
+nothing here is synced to disk, and a stale, torn, foreign or missing baseline only costs time. It advances after the
+outcome of a commit is known. Refuses a directory that another process is using.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from dcr_store import events
+from dcr_store.codec.digest import crc64
+from dcr_store.codec.portable import Codec
+from dcr_store.errors import ConflictError, DcrError, IntegrityError, StorageError
+from dcr_store.format import canonical
+from dcr_store.format.documents import SPACES, Base
+from dcr_store.layout.dtypes import Bits, width
+from dcr_store.layout.layout import Layout
+from dcr_store.publish.partitions import ChunkSpool
+from dcr_store.targets.space_file import SpaceFiles
+from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.paths import route
+from dcr_store.versions.replay import ZERO, classify, digests, everywhere, n_workers, replay
+
+_STATE: Final = "baseline.json"
+
+
+class Baseline:
+    """A baseline directory, locked for this process until ``close``.
+
+    Parameters
+    ----------
+    directory : path or None
+        Made if missing. None: a temporary directory, removed at the end.
+    store_id, line : str
+        What it is a baseline of; a directory of another store or line is emptied.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None, store_id: str, line: str, chunk_elements: int) -> None:
+        self.line, self.store_id, self.chunk_elements = line, store_id, chunk_elements
+        self._temporary = directory is None
+        self._healing = threading.Lock()
+        self._staged: dict[str, int] = {}
+        self._files: SpaceFiles | None = None
+        self._located: Located | None = None
+        self._catalog: Catalog | None = None
+        try:
+            self.directory = Path(tempfile.mkdtemp(prefix="dcr-baseline-") if directory is None else directory)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise StorageError(
+                f"the baseline directory cannot be used: {error.strerror}; name a writable one (--baseline)",
+                key=str(error.filename or directory),
+            ) from error
+        if self._temporary:
+            weakref.finalize(self, shutil.rmtree, str(self.directory), ignore_errors=True)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise ConflictError(
+                "another publisher is using this baseline; wait for it, or name another directory (--baseline)",
+                key=str(self.directory),
+            ) from error
+
+    # ------------------------------------------------------------------ the base
+
+    def use(self, catalog: Catalog, located: Located) -> None:
+        """Make this the baseline of a committed version, bringing the files there if they are elsewhere."""
+        contents = catalog.contents(located)
+        self._catalog, before = catalog, self._located
+        self._located = located
+        if before is not None and before.row.root == located.row.root and self._files is not None:
+            return
+        state = self._read_state()
+        usable = (state.get("store_id"), state.get("line"), state.get("layout")) == (
+            self.store_id,
+            self.line,
+            located.row.layout,
+        )
+        fresh = not usable
+        if fresh:
+            self._empty()
+        try:
+            self._files = SpaceFiles(self.directory, contents.layout, self.chunk_elements, create=fresh)
+        except DcrError:
+            fresh = True
+            self._empty()
+            self._files = SpaceFiles(self.directory, contents.layout, self.chunk_elements, create=True)
+        except OSError as error:
+            raise StorageError(
+                f"the baseline cannot be made: {error.strerror}; name a directory with more space (--baseline)",
+                key=str(self.directory),
+            ) from error
+        if fresh or state.get("root") != located.row.root:
+            self._rebuild(located, fresh, state.get("version"))
+            self._write_state(located)
+
+    def _empty(self) -> None:
+        """Remove the files, so that new ones hold zeros."""
+        for space in SPACES:
+            (self.directory / f"{space}.bin").unlink(missing_ok=True)
+
+    def _rebuild(self, located: Located, fresh: bool, believed: object = None) -> None:
+        """Replay the store onto the files, from zero if they are new, else from whatever they hold."""
+        assert self._catalog is not None
+        assert self._files is not None
+        events.reached("baseline.rebuild", located.name)
+        way = route(self._catalog, located)
+        if fresh:
+            places = everywhere(way.path, ZERO)
+        else:
+            candidates = way.between([believed] if isinstance(believed, str) else [])
+            places = classify(way.path, digests(self._files, way.path.all_chunks(), self.chunk_elements), candidates)
+        replay(self._catalog.objects, way.path, self._files, places)
+
+    def base_chunk(self, space: str, chunk: int) -> tuple[Bits, int]:
+        """Return a chunk of the base, uintN of shape (chunk_elements,), read-only, and its proven digest.
+
+        Raises
+        ------
+        IntegrityError
+            If the chunk is wrong and healing did not help.
+        """
+        assert self._files is not None
+        assert self._located is not None
+        assert self._catalog is not None
+        expected = int(self._catalog.contents(self._located).tables[space][chunk])
+        bits = self._files.view(space, chunk)
+        if crc64(bits) == expected:
+            return bits, expected
+        with self._healing:
+            if crc64(self._files.view(space, chunk)) != expected:
+                self._rebuild(self._located, fresh=False)
+        bits = self._files.view(space, chunk)
+        found = crc64(bits)
+        if found != expected:
+            raise IntegrityError(
+                f"the baseline's chunk {chunk} of {space} stays wrong after healing; delete it and check its disk",
+                key=str(self.directory),
+                expected=f"{expected:016x}",
+                found=f"{found:016x}",
+            )
+        return bits, expected
+
+    # ------------------------------------------------------------------ advancing
+
+    def advance(self, located: Located, spool: ChunkSpool, codec: Codec) -> None:
+        """Apply the masks of a transaction that has committed as `located`."""
+        assert self._files is not None
+        files = self._files
+
+        def apply(space: str, chunk: int, data: bytes) -> None:
+            view = files.writable_view(space, chunk)
+            if view.size == self.chunk_elements:
+                codec.apply(data, view)
+                return
+            bits = np.empty(self.chunk_elements, view.dtype)
+            files.read_chunk(space, chunk, bits)
+            codec.apply(data, bits)
+            files.write_chunk(space, chunk, bits)
+
+        with self._keeping(located), ThreadPoolExecutor(n_workers()) as pool:
+            for batch in _batches(spool.places(), 16 * n_workers()):
+                loaded = [(space, chunk, spool.get(space, chunk)) for space, chunk in batch]
+                list(pool.map(lambda item: apply(item[0], item[1], item[2] or b""), loaded))
+        self._located = located
+
+    def stage(self, space: str, chunk: int, bits: Bits) -> None:
+        """Keep a chunk of an anchor that is being written, beside the present baseline."""
+        with self._healing:
+            if space not in self._staged:
+                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+                self._staged[space] = os.open(self.directory / f"next-{space}.bin", flags, 0o666)
+        data, offset = bits.view(np.uint8).data, chunk * bits.nbytes
+        while data:
+            n_written = os.pwrite(self._staged[space], data, offset)
+            data, offset = data[n_written:], offset + n_written
+
+    def staged(self, space: str, chunk: int, out: Bits) -> None:
+        """Copy a staged chunk to `out`."""
+        data, offset = out.view(np.uint8).data, chunk * out.nbytes
+        while data:
+            n_read = os.preadv(self._staged[space], [data], offset)
+            if n_read == 0:
+                raise StorageError("a staged chunk is gone", key=str(self.directory))
+            data, offset = data[n_read:], offset + n_read
+
+    def adopt(self, located: Located, layout: Layout) -> None:
+        """Make what was staged the baseline of a transaction that has committed as `located`."""
+        with self._keeping(located):
+            for space in SPACES:
+                final = self.directory / f"{space}.bin"
+                if layout.spaces[space] and space in self._staged:
+                    os.ftruncate(self._staged[space], layout.spaces[space] * width(space))
+                    (self.directory / f"next-{space}.bin").replace(final)
+                else:
+                    final.unlink(missing_ok=True)
+            self._files = SpaceFiles(self.directory, layout, self.chunk_elements, create=False)
+            self.drop_staging()
+        self._located = located
+
+    def drop_staging(self) -> None:
+        """Forget what was staged."""
+        for space, descriptor in self._staged.items():
+            os.close(descriptor)
+            (self.directory / f"next-{space}.bin").unlink(missing_ok=True)
+        self._staged.clear()
+
+    @contextlib.contextmanager
+    def _keeping(self, located: Located) -> Iterator[None]:
+        """Note `located` when the block has succeeded; a block that fails leaves a baseline to be rebuilt, no error.
+
+        The version is committed by then, so a full disk here must not look like a failed publish.
+        """
+        try:
+            yield
+            self._write_state(located)
+        except (OSError, DcrError) as error:
+            events.reached("baseline.lost", f"{self.directory}: {error}")
+            self._files = None
+            with contextlib.suppress(OSError):
+                (self.directory / _STATE).unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ its own note
+
+    def _read_state(self) -> dict[str, Any]:
+        try:
+            state = json.loads((self.directory / _STATE).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return state if isinstance(state, dict) else {}
+
+    def _write_state(self, located: Located) -> None:
+        state = {
+            "store_id": self.store_id,
+            "line": self.line,
+            "version": located.name,
+            "root": located.row.root,
+            "layout": located.row.layout,
+        }
+        temporary = self.directory / f"{_STATE}.tmp"
+        temporary.write_bytes(canonical.encode(state))
+        temporary.replace(self.directory / _STATE)
+
+    def base(self) -> Base | None:
+        """Return the version that the files hold, as far as this process knows."""
+        return None if self._located is None else self._located.base
+
+    def close(self) -> None:
+        """Release the lock; remove a temporary directory."""
+        self.drop_staging()
+        self._files = None
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+        if self._temporary:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _batches(items: list[tuple[str, int]], n_items: int) -> Iterator[list[tuple[str, int]]]:
+    for start in range(0, len(items), n_items):
+        yield items[start : start + n_items]

@@ -1,0 +1,56 @@
+"""Who owns a transaction, and whether that process is certainly gone.
+
+An owner is free text. The default names this process on this machine so exactly (boot, pid namespace, pid, start
+time) that another process of the same machine can tell a dead owner from a live one; of any other owner nothing is
+known.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from pathlib import Path
+
+from dcr_store.format.names import new_incarnation
+
+
+@functools.cache
+def _default_owner(pid: int) -> str:
+    return ":".join(("process", *_place(), str(pid), _start_time(pid) or "unknown", new_incarnation()))
+
+
+def default_owner() -> str:
+    """Return this process as an owner; no other process ever has the same."""
+    return _default_owner(os.getpid())
+
+
+def is_dead(owner: str) -> bool:
+    """Whether `owner` is a process of this machine, boot and pid namespace that does not exist any more.
+
+    False wherever that cannot be known.
+    """
+    parts = owner.split(":")
+    if len(parts) != 7 or parts[0] != "process" or tuple(parts[1:4]) != _place() or "unknown" in parts[2:6]:
+        return False
+    return parts[4].isdecimal() and _start_time(int(parts[4])) != parts[5]
+
+
+def _place() -> tuple[str, str, str]:
+    """Return host, boot id and pid namespace; the latter two ``unknown`` where the system does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
+    except OSError:
+        boot = namespace = "unknown"
+    return socket.gethostname().replace(":", "_"), boot, namespace
+
+
+def _start_time(pid: int) -> str | None:
+    """Return the start time of a living process in clock ticks since boot, None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else fields[19]

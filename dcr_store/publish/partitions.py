@@ -1,0 +1,328 @@
+"""One writer's partitions: collect encoded chunks, assemble shards, upload them while encoding goes on, journal, seal.
+
+Bounded memory: open partitions hold their encoded chunks (spooled to a temporary file where tensors come in any
+order), and at most ``IN_FLIGHT_NBYTES`` are being uploaded. What an earlier incarnation of the same transaction stored
+is recognised by its SHA-256 and not uploaded again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from tempfile import SpooledTemporaryFile
+from typing import Final
+
+from dcr_store import events
+from dcr_store.errors import FormatError, NotFoundError
+from dcr_store.format.documents import SPACES, Array, JournalEntry, ObjectRef, Partition, Seal, SealRef
+from dcr_store.format.names import TransactionKeys
+from dcr_store.layout.dtypes import width
+from dcr_store.payload import arrays, contributions, shard
+from dcr_store.payload.contributions import Rows
+from dcr_store.ports import ObjectStore
+
+PARTITION_NBYTES: Final = 64 << 20
+IN_FLIGHT_NBYTES: Final = 128 << 20
+SPOOL_NBYTES: Final = 64 << 20
+JOURNAL_PARTITIONS: Final = 8
+JOURNAL_INTERVAL_S: Final = 1.0
+_N_UPLOADS: Final = 8
+
+Durable = Mapping[tuple[str, int, str], Partition]
+
+
+class ChunkSpool:
+    """Encoded chunks by (space, chunk): in memory up to ``SPOOL_NBYTES``, then in an unnamed temporary file."""
+
+    def __init__(self) -> None:
+        self._file = SpooledTemporaryFile(max_size=SPOOL_NBYTES)  # noqa: SIM115 - lives as long as the writer
+        self._places: dict[tuple[str, int], tuple[int, int]] = {}
+        self._end = 0
+
+    def put(self, space: str, chunk: int, data: bytes) -> None:
+        """Keep a chunk."""
+        self._file.seek(self._end)
+        self._file.write(data)
+        self._places[space, chunk] = (self._end, len(data))
+        self._end += len(data)
+
+    def get(self, space: str, chunk: int) -> bytes | None:
+        """Return a chunk, None if there is none."""
+        place = self._places.get((space, chunk))
+        if place is None:
+            return None
+        self._file.seek(place[0])
+        return self._file.read(place[1])
+
+    def places(self) -> list[tuple[str, int]]:
+        """Return what is kept, in the order of arrival."""
+        return list(self._places)
+
+    def close(self) -> None:
+        """Drop all."""
+        self._file.close()
+        self._places.clear()
+
+
+@dataclass(slots=True)
+class _Open:
+    """A partition that still waits for chunks."""
+
+    n_seen: int = 0
+    chunks: dict[int, bytes | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Uploads:
+    """Partitions on their way, bounded by bytes."""
+
+    pool: ThreadPoolExecutor
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    in_flight_nbytes: int = 0
+    futures: list[Future[None]] = field(default_factory=list)
+
+    def admit(self, nbytes: int) -> None:
+        """Wait until `nbytes` more may be in flight."""
+        with self.changed:
+            while self.in_flight_nbytes and self.in_flight_nbytes + nbytes > IN_FLIGHT_NBYTES:
+                self.changed.wait()
+            self.in_flight_nbytes += nbytes
+
+    def leave(self, nbytes: int) -> None:
+        """Say that `nbytes` are stored, or have failed."""
+        with self.changed:
+            self.in_flight_nbytes -= nbytes
+            self.changed.notify_all()
+
+    def raise_first(self) -> None:
+        """Raise the error of an upload that has failed, if any, and forget those that have succeeded."""
+        waiting = []
+        for future in self.futures:
+            if future.done():
+                future.result()
+            else:
+                waiting.append(future)
+        self.futures = waiting
+
+
+class PartitionWriter:
+    """The mask arrays of one incarnation of one writer.
+
+    Parameters
+    ----------
+    durable : mapping
+        (array, index, sha256) → partition entry of earlier incarnations of the same transaction.
+    spool : ChunkSpool or None
+        Where encoded chunks wait, if they have to survive their partition; None keeps them in memory until then.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        keys: TransactionKeys,
+        writer: str,
+        incarnation: str,
+        attempt: int,
+        codec: str,
+        chunk_elements: int,
+        durable: Durable,
+        spool: ChunkSpool | None,
+    ) -> None:
+        self.objects, self.keys = objects, keys
+        self.writer, self.incarnation, self.attempt = writer, incarnation, attempt
+        self.codec, self.chunk_elements, self.durable, self.spool = codec, chunk_elements, durable, spool
+        self._open: dict[tuple[str, int], _Open] = {}
+        self._uploads = _Uploads(ThreadPoolExecutor(_N_UPLOADS, "dcr-upload"))
+        self._lock = threading.Lock()
+        self._sealed: list[Partition] = []
+        self._unjournaled: list[Partition] = []
+        self._journal: list[ObjectRef] = []
+        self._objects: list[ObjectRef] = []
+        self._journaled_at = time.monotonic()
+
+    def chunks_per_partition(self, space: str) -> int:
+        """Return how many chunks a partition of `space` holds."""
+        return max(1, PARTITION_NBYTES // (self.chunk_elements * width(space)))
+
+    def add(self, space: str, chunk: int, data: bytes | None, n_chunks: int | None) -> None:
+        """Take one chunk, each exactly once, in any order.
+
+        Parameters
+        ----------
+        data : bytes or None
+            The encoded mask; None where nothing changed.
+        n_chunks : int or None
+            Number of chunks of the space; None while it is not known.
+        """
+        per = self.chunks_per_partition(space)
+        index, place = divmod(chunk, per)
+        part = self._open.setdefault((space, index), _Open())
+        part.n_seen += 1
+        if data is not None:
+            if self.spool is not None:
+                self.spool.put(space, chunk, data)
+            part.chunks[place] = None if self.spool is not None else data
+        if part.n_seen == (per if n_chunks is None else min(per, n_chunks - index * per)):
+            self._store(space, index)
+
+    def _store(self, space: str, index: int) -> None:
+        """Assemble a partition and hand it to the uploaders; waits while too much is in flight."""
+        part = self._open.pop((space, index))
+        if not part.chunks:
+            return
+        per = self.chunks_per_partition(space)
+        chunks = {}
+        for place in sorted(part.chunks):
+            data = part.chunks[place]
+            if data is None and self.spool is not None:
+                data = self.spool.get(space, index * per + place)
+            assert data is not None
+            chunks[place] = data
+        blob = shard.assemble(chunks, per)
+        self._uploads.raise_first()
+        self._uploads.admit(len(blob))
+        self._uploads.futures.append(self._uploads.pool.submit(self._upload, f"{space}/mask", index, blob, len(chunks)))
+
+    def _upload(self, array: str, index: int, blob: bytes, n_chunks: int) -> None:
+        """Store a partition unless an earlier incarnation did; runs in an uploader's thread."""
+        try:
+            key = self.keys.partition(self.writer, self.incarnation, array, index)
+            ref = ObjectRef.of(key, blob)
+            partition = self.durable.get((array, index, ref.sha256))
+            if partition is None:
+                events.reached("publish.partition.before", key)
+                self.objects.put(key, blob)
+                events.reached("publish.partition.stored", key)
+                partition = Partition(array, index, self.incarnation, len(blob), ref.sha256, n_chunks)
+            with self._lock:
+                self._sealed.append(partition)
+                self._unjournaled.append(partition)
+                due = time.monotonic() - self._journaled_at >= JOURNAL_INTERVAL_S
+                if due or len(self._unjournaled) >= JOURNAL_PARTITIONS:
+                    self._journal_now(None)
+        finally:
+            self._uploads.leave(len(blob))
+
+    def _journal_now(self, seal: Seal | None) -> ObjectRef:
+        """Put a journal entry of what became durable since the last one; the caller holds the lock."""
+        named = sorted(self._unjournaled, key=lambda item: (item.array, item.index))
+        entry = JournalEntry(
+            self.keys.line,
+            self.keys.txid,
+            self.attempt,
+            self.writer,
+            self.incarnation,
+            len(self._journal),
+            self._journal[-1].sha256 if self._journal else None,
+            tuple(named),
+            seal,
+        )
+        data = entry.to_bytes()
+        ref = ObjectRef.of(self.keys.journal(self.writer, self.incarnation, entry.seq), data)
+        # A crash just before: the partitions are stored but not known, and are stored again; just after: recognised.
+        events.reached("publish.journal.before", ref.key)
+        self.objects.put(ref.key, data)
+        events.reached("publish.journal.stored", ref.key)
+        self._journal.append(ref)
+        self._unjournaled.clear()
+        self._journaled_at = time.monotonic()
+        return ref
+
+    def flush(self) -> None:
+        """Store the partitions that are still open and wait for all uploads."""
+        for space, index in sorted(self._open):
+            self._store(space, index)
+        for future in self._uploads.futures:
+            future.result()
+        self._uploads.futures.clear()
+
+    def seal(
+        self, lengths: Mapping[str, int], rows: Mapping[str, Rows], files: Iterable[ObjectRef], changed: int
+    ) -> SealRef:
+        """Store array metadata, contributions and the seal.
+
+        Parameters
+        ----------
+        lengths : mapping of str to int
+            Elements of each space.
+        rows : mapping of str to ndarray of uint64, shape (n, 4)
+            The contributions.
+        files : iterable of ObjectRef
+            The files that this incarnation stored.
+        changed : int
+            Elements that differ from the base.
+        """
+        self.flush()
+        described = []
+        for space in SPACES:
+            array = f"{space}/mask"
+            if not any(item.array == array for item in self._sealed):
+                continue
+            shard_elements = self.chunks_per_partition(space) * self.chunk_elements
+            metadata = arrays.payload_metadata(array, lengths[space], self.chunk_elements, shard_elements, self.codec)
+            ref = self._put(f"{array}/zarr.json", metadata)
+            described.append(Array(array, lengths[space], self.chunk_elements, shard_elements, self.codec, ref))
+        contributed = self._put("contributions.bin", contributions.encode(rows))
+        partitions = sorted(self._sealed, key=lambda item: (SPACES.index(item.array.partition("/")[0]), item.index))
+        with self._lock:
+            seal = Seal(tuple(described), tuple(partitions), contributed, tuple(self._journal), tuple(files), changed)
+            events.reached("publish.seal.before", self.keys.prefix)
+            ref = self._journal_now(seal)
+            events.reached("publish.seal.stored", ref.key)
+        return SealRef(self.writer, self.incarnation, ref)
+
+    def _put(self, name: str, data: bytes) -> ObjectRef:
+        ref = ObjectRef.of(self.keys.data(self.writer, self.incarnation) + name, data)
+        self.objects.put(ref.key, data)
+        self._objects.append(ref)
+        return ref
+
+    def put_file(self, data: bytes) -> ObjectRef:
+        """Store a side file or header under its content."""
+        ref = ObjectRef.of("", data)
+        return self._put(f"files/{ref.sha256}", data)
+
+    @property
+    def n_sealed(self) -> int:
+        """The number of partitions stored so far."""
+        return len(self._sealed)
+
+    def sealed_objects(self) -> list[ObjectRef]:
+        """Return all objects that the seal leads to, itself included."""
+        stored = [
+            ObjectRef(
+                self.keys.partition(self.writer, item.incarnation, item.array, item.index), item.sha256, item.nbytes
+            )
+            for item in self._sealed
+        ]
+        return [*stored, *self._objects, *self._journal]
+
+    def close(self) -> None:
+        """Stop the uploaders; what has not started is dropped."""
+        self._uploads.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def read_durable(objects: ObjectStore, keys: TransactionKeys, writer: str) -> dict[tuple[str, int, str], Partition]:
+    """Return the partitions that earlier incarnations of `writer` in this transaction journaled and that are there.
+
+    Journal entries that cannot be read are left out: their partitions are stored again.
+    """
+    found: dict[tuple[str, int, str], Partition] = {}
+    sizes = objects.list(keys.prefix)
+    for key in sizes:
+        if not key.startswith(f"{keys.prefix}journal/{writer}."):
+            continue
+        try:
+            entry = JournalEntry.from_bytes(objects.get(key), key)
+        except (FormatError, NotFoundError):
+            continue
+        if (entry.txid, entry.writer) != (keys.txid, writer):
+            continue
+        named = (*entry.partitions, *(entry.seal.partitions if entry.seal else ()))
+        for item in named:
+            if sizes.get(keys.partition(writer, item.incarnation, item.array, item.index)) == item.nbytes:
+                found[item.array, item.index, item.sha256] = item
+    return found

@@ -1,0 +1,262 @@
+"""One state on its way into a transaction: compare with the base, encode, digest, chunk by chunk, in parallel.
+
+``DeltaWriter`` encodes masks against a baseline; ``AnchorWriter`` encodes whole states and stages them as the next
+baseline. What is published is a private copy of each chunk: its mask, its digest and the check of the encoded bytes
+come from the same bits, whatever happens to the caller's memory meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dcr_store.codec.chunk import find_changes
+from dcr_store.codec.digest import crc64, zeros_digest
+from dcr_store.codec.portable import Codec, get_codec
+from dcr_store.errors import IntegrityError
+from dcr_store.format.documents import SPACES
+from dcr_store.layout.dtypes import Bits, uint_dtype, width
+from dcr_store.layout.layout import Layout, TensorEntry
+from dcr_store.payload.version import Table
+from dcr_store.publish.chunks import ChunkAssembler, ReadInto
+from dcr_store.publish.partitions import ChunkSpool, PartitionWriter
+from dcr_store.versions.replay import n_workers
+
+Fill = Callable[[Bits], None]
+_AHEAD: Final = 4
+
+
+class BaseBits(Protocol):
+    """Where a delta finds the bits of its base."""
+
+    def base_chunk(self, space: str, chunk: int) -> tuple[Bits, int]:
+        """Return a chunk of the base, proven by its digest, and the digest."""
+
+
+class Staging(Protocol):
+    """Where an anchor leaves the bits of the next baseline."""
+
+    def stage(self, space: str, chunk: int, bits: Bits) -> None:
+        """Keep a chunk; called from several threads."""
+
+    def staged(self, space: str, chunk: int, out: Bits) -> None:
+        """Copy a chunk that was kept to `out`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk after comparison.
+
+    Attributes
+    ----------
+    data : bytes or None
+        The encoded mask, None if nothing changed.
+    base, new : int
+        Digests before and after.
+    """
+
+    space: str
+    chunk: int
+    data: bytes | None
+    n_changed: int
+    base: int
+    new: int
+
+
+def encode_delta(codec: Codec, space: str, chunk: int, base: Bits, base_digest: int, new: Bits) -> EncodedChunk:
+    """Compare `new` with `base`, encode the mask, and prove that it decodes to itself.
+
+    Raises
+    ------
+    IntegrityError
+        If the encoded chunk does not decode to the mask.
+    """
+    positions, values = find_changes(base, new)
+    if len(positions) == 0:
+        return EncodedChunk(space, chunk, None, 0, base_digest, base_digest)
+    data = codec.encode_sparse(positions, values, len(new))
+    decoded, decoded_values = codec.decode_sparse(data, new.dtype, len(new))
+    if not (np.array_equal(positions, decoded) and np.array_equal(values, decoded_values)):
+        raise _unfaithful(space, chunk)
+    return EncodedChunk(space, chunk, data, len(positions), base_digest, crc64(new))
+
+
+def encode_anchor(codec: Codec, space: str, chunk: int, new: Bits) -> EncodedChunk:
+    """Encode `new` whole, as a delta from zero, and prove that it decodes to itself."""
+    zero = zeros_digest(new.nbytes)
+    if not new.any():
+        return EncodedChunk(space, chunk, None, 0, zero, zero)
+    data = codec.encode(new)
+    if not np.array_equal(codec.decode(data, new.dtype, len(new)), new):
+        raise _unfaithful(space, chunk)
+    return EncodedChunk(space, chunk, data, 0, zero, crc64(new))
+
+
+def _unfaithful(space: str, chunk: int) -> IntegrityError:
+    return IntegrityError(
+        f"chunk {chunk} of {space} does not decode to what was encoded; nothing was published: check the memory of "
+        "this machine",
+        expected="the mask",
+        found="other bits",
+    )
+
+
+class StateWriter:
+    """What delta and anchor share: a pool that encodes, a partition writer that takes the results in order."""
+
+    def __init__(self, partitions: PartitionWriter, layout: Layout | None) -> None:
+        self.partitions = partitions
+        self.codec = get_codec(partitions.codec)
+        self.chunk_elements = partitions.chunk_elements
+        self.n_changed = 0
+        self.contributions: dict[str, list[tuple[int, int, int, int]]] = {space: [] for space in SPACES}
+        self._pool = ThreadPoolExecutor(n_workers(), "dcr-encode")
+        self._waiting: deque[Future[EncodedChunk]] = deque()
+        required = None if layout is None else {s: layout.occupied(s, self.chunk_elements) for s in SPACES}
+        self._n_chunks = None if required is None else {space: len(table) for space, table in required.items()}
+        self._assembler = ChunkAssembler(self.chunk_elements, required, self._emit)
+
+    def write(self, entry: TensorEntry, read_into: ReadInto) -> None:
+        """Take one tensor; its source must hold still until the next ``drain``."""
+        self._assembler.feed(entry.space, entry.start, entry.n_elements, read_into)
+
+    def _emit(self, space: str, chunk: int, fill: Fill) -> None:
+        self._waiting.append(self._pool.submit(self._encode, space, chunk, fill))
+        while len(self._waiting) > _AHEAD * n_workers():
+            self._take(self._waiting.popleft().result())
+
+    def _encode(self, space: str, chunk: int, fill: Fill) -> EncodedChunk:
+        raise NotImplementedError
+
+    def _take(self, encoded: EncodedChunk) -> None:
+        if encoded.data is not None:
+            zero = zeros_digest(self.chunk_elements * width(encoded.space))
+            row = (encoded.chunk, encoded.base ^ encoded.new, 0, encoded.base ^ zero)
+            self.contributions[encoded.space].append(row)
+        self.n_changed += encoded.n_changed
+        n_chunks = None if self._n_chunks is None else self._n_chunks[encoded.space]
+        self.partitions.add(encoded.space, encoded.chunk, encoded.data, n_chunks)
+
+    def drain(self) -> None:
+        """Wait until all complete chunks are encoded; the sources may change then."""
+        while self._waiting:
+            self._take(self._waiting.popleft().result())
+
+    def finish(self) -> dict[str, NDArray[np.uint64]]:
+        """Encode what is left; return the contributions, uint64 of shape (n, 4) per space, ascending by chunk."""
+        self._assembler.finish()
+        self.drain()
+        return {
+            space: np.array(sorted(rows), np.uint64).reshape(len(rows), 4) for space, rows in self.contributions.items()
+        }
+
+    def close(self) -> None:
+        """Stop the pools."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.partitions.close()
+
+    def current(self, entry: TensorEntry, start: int, stop: int, out: Bits) -> None:
+        """Copy elements of a tensor that was written in this transaction, as it was written, to `out`."""
+        self.drain()
+        size = self.chunk_elements
+        low, high = entry.start + start, entry.start + stop
+        for chunk in range(low // size, -(-high // size)):
+            a, b = max(low, chunk * size), min(high, (chunk + 1) * size)
+            bits = self._assembler.partial(entry.space, chunk)
+            if bits is None:
+                bits = np.empty(size, uint_dtype(entry.space))
+                self._complete(entry.space, chunk, bits)
+            out[a - low : b - low] = bits[a - chunk * size : b - chunk * size]
+
+    def _complete(self, space: str, chunk: int, out: Bits) -> None:
+        """Copy a complete chunk of the new state to `out`."""
+        raise NotImplementedError
+
+
+class DeltaWriter(StateWriter):
+    """Encodes masks against the base. Encoded chunks stay in the partition writer's spool until ``close``."""
+
+    def __init__(self, partitions: PartitionWriter, layout: Layout, base: BaseBits) -> None:
+        super().__init__(partitions, layout)
+        assert partitions.spool is not None
+        self.spool: ChunkSpool = partitions.spool
+        self._base = base
+
+    def _encode(self, space: str, chunk: int, fill: Fill) -> EncodedChunk:
+        new = np.zeros(self.chunk_elements, uint_dtype(space))
+        fill(new)
+        base, digest = self._base.base_chunk(space, chunk)
+        return encode_delta(self.codec, space, chunk, base, digest, new)
+
+    def _complete(self, space: str, chunk: int, out: Bits) -> None:
+        np.copyto(out, self._base.base_chunk(space, chunk)[0])
+        data = self.spool.get(space, chunk)
+        if data is not None:
+            self.codec.apply(data, out)
+
+    def close(self) -> None:
+        """Stop the pools and drop the spool."""
+        super().close()
+        self.spool.close()
+
+
+class AnchorWriter(StateWriter):
+    """Encodes whole chunks; tensors come in the order of their addresses."""
+
+    def __init__(self, partitions: PartitionWriter, staging: Staging) -> None:
+        super().__init__(partitions, None)
+        self._staging = staging
+
+    def _encode(self, space: str, chunk: int, fill: Fill) -> EncodedChunk:
+        new = np.zeros(self.chunk_elements, uint_dtype(space))
+        fill(new)
+        encoded = encode_anchor(self.codec, space, chunk, new)
+        self._staging.stage(space, chunk, new)
+        return encoded
+
+    def _complete(self, space: str, chunk: int, out: Bits) -> None:
+        self._staging.staged(space, chunk, out)
+
+
+def new_tables(
+    lengths: dict[str, int], base: dict[str, Table] | None, rows: dict[str, NDArray[np.uint64]], chunk_elements: int
+) -> dict[str, Table]:
+    """Return the digest tables after a transaction.
+
+    Parameters
+    ----------
+    lengths : dict of str to int
+        Elements of each space.
+    base : dict of str to ndarray of uint64, or None
+        Tables of the base; None for an anchor: all zeros.
+    rows : dict of str to ndarray of uint64, shape (n, 4)
+        Contributions of all writers.
+
+    Raises
+    ------
+    IntegrityError
+        If the base bits that the writers saw are not those of the base: a baseline drifted.
+    """
+    tables: dict[str, Table] = {}
+    for space in SPACES:
+        zero = np.uint64(zeros_digest(chunk_elements * width(space)))
+        n_chunks = -(-lengths[space] // chunk_elements)
+        table = np.full(n_chunks, zero, np.uint64) if base is None else base[space].copy()
+        chunks = rows[space][:, 0].astype(np.int64)
+        drifted = (table[chunks] ^ zero) != rows[space][:, 3]
+        if drifted.any():
+            raise IntegrityError(
+                f"the baseline is not the base in chunk {int(chunks[drifted][0])} of {space}; "
+                "delete the baseline directory, it is rebuilt from the store",
+                expected=f"{int(table[chunks[drifted][0]]):016x}",
+                found=f"{int(rows[space][drifted][0, 3] ^ zero):016x}",
+            )
+        np.bitwise_xor.at(table, chunks, rows[space][:, 1] ^ rows[space][:, 2])
+        tables[space] = table
+    return tables

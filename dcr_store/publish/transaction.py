@@ -1,0 +1,573 @@
+"""A transaction: begin or resume, write tensors or a checkpoint, commit or abort (docs/spec/v1.md §8, §9).
+
+A version is exactly what its transaction wrote. Where that has the base's layout it is stored as a delta, otherwise
+as an anchor, without the caller doing anything. Refuses to write a tensor twice, to mix tensors with a checkpoint, to
+commit nothing, and to go on once fenced.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+
+from dcr_store import events
+from dcr_store.errors import ConflictError, DcrError, FencedError, IntegrityError, InvalidInputError
+from dcr_store.format.documents import SPACES, CheckpointFile, Counts, Digests, Manifest, ObjectRef, SealRef
+from dcr_store.format.fields import now
+from dcr_store.format.names import TransactionKeys, layout_key, new_incarnation, new_txid, version_name
+from dcr_store.format.records import Abort, Begin, Commit, Record, Resume
+from dcr_store.layout.dtypes import Bits, uint_dtype
+from dcr_store.layout.layout import Layout, LayoutBuilder, TensorEntry
+from dcr_store.layout.tensors import as_bits, memory_key
+from dcr_store.log.fold import LineState, OpenTransaction
+from dcr_store.log.line import LineLog
+from dcr_store.payload import arrays
+from dcr_store.payload.version import root_of
+from dcr_store.publish.baseline import Baseline
+from dcr_store.publish.chunks import ReadInto
+from dcr_store.publish.owner import is_dead
+from dcr_store.publish.partitions import ChunkSpool, PartitionWriter, read_durable
+from dcr_store.publish.state import AnchorWriter, DeltaWriter, StateWriter, new_tables
+from dcr_store.targets.checkpoint import Checkpoint, open_checkpoint
+from dcr_store.versions.catalog import Catalog, Located
+
+WRITER: Final = "w0"
+_COMPARE_ELEMENTS: Final = 1 << 20
+# Transactions of this process that somebody still works on: their owner is alive, whatever else its name says.
+_LIVE: Final[set[str]] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """What a caller of begin wants.
+
+    Attributes
+    ----------
+    base : str or None
+        The version that must be the head, as ``line@number`` or root; None takes the head as it is.
+    takeover : bool
+        Whether an open transaction of another owner may be taken over.
+    """
+
+    owner: str
+    message: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    base: str | None = None
+    takeover: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """What ``write_checkpoint`` took. ``left_out`` holds (path, reason)."""
+
+    n_tensors: int
+    nbytes: int
+    left_out: tuple[tuple[str, str], ...]
+
+
+def begin(log: LineLog, intent: Intent, check_base: Callable[[LineState], None]) -> OpenTransaction:
+    """Open a transaction on a line, or take up the open one where that is allowed.
+
+    An open transaction is taken up if its owner is the same or certainly dead, or `intent` says takeover: resumed if it
+    was begun with the same message and metadata, else aborted.
+
+    Raises
+    ------
+    ConflictError
+        If another owner's transaction is open.
+    """
+    txid = new_txid()
+    _LIVE.add(txid)
+    try:
+        record = log.append(lambda state: _decide_begin(state, intent, check_base, txid))
+        if isinstance(record, Abort):
+            record = log.append(lambda state: _decide_begin(state, intent, check_base, txid))
+        pending = log.state.open
+        if isinstance(record, Abort) or pending is None or pending.txid != record.txid:
+            raise FencedError("another publisher takes over transactions at the same time", key=log.line)
+        _LIVE.add(pending.txid)
+        return pending
+    finally:
+        if log.state.open is None or log.state.open.txid != txid:
+            _LIVE.discard(txid)
+
+
+def _decide_begin(state: LineState, intent: Intent, check_base: Callable[[LineState], None], txid: str) -> Record:
+    pending = state.open
+    common: dict[str, Any] = {
+        "line": state.line,
+        "seq": state.length,
+        "id": new_txid(),
+        "prev": state.last_sha256,
+        "created_at": now(),
+    }
+    if pending is None:
+        check_base(state)
+        return Begin(
+            **common,
+            txid=txid,
+            owner=intent.owner,
+            version=state.next_version,
+            base=state.head_base,
+            layout=None,
+            writers=(WRITER,),
+            message=intent.message,
+            metadata=dict(intent.metadata),
+        )
+    ours = pending.owner == intent.owner and pending.txid not in _LIVE
+    if not (intent.takeover or ours or is_dead(pending.owner)):
+        raise ConflictError(
+            f"another publisher has the transaction for {version_name(state.line, pending.version)} open since "
+            f"{pending.created_at}; wait for it, or take over if you know that it is dead (--takeover)",
+            key=state.line,
+            expected="no open transaction",
+            found=f"owner {pending.owner}",
+        )
+    same = (pending.message, pending.metadata) == (intent.message, dict(intent.metadata))
+    if same and pending.writers == (WRITER,):
+        check_base(state)
+        return Resume(**common, txid=pending.txid, attempt=pending.attempt + 1, owner=intent.owner)
+    return Abort(**common, txid=pending.txid, reason=f"replaced by {intent.owner}")
+
+
+class Transaction:
+    """An open transaction of one writer. Not thread-safe; use one thread.
+
+    Leaving it as a context manager without an exception commits it if nothing has been decided yet; an exception aborts
+    it.
+    """
+
+    def __init__(
+        self, catalog: Catalog, log: LineLog, pending: OpenTransaction, baseline: Baseline, release: Callable[[], None]
+    ) -> None:
+        self.line, self.txid, self.attempt = log.line, pending.txid, pending.attempt
+        self.version = version_name(log.line, pending.version)
+        self._catalog, self._log, self._pending, self._baseline = catalog, log, pending, baseline
+        self._release = release
+        self._keys = TransactionKeys(log.line, pending.version, pending.txid)
+        self._state = "open"
+        self._written: dict[str, TensorEntry] = {}
+        self._memory: dict[object, str] = {}
+        self._files: list[CheckpointFile] = []
+        self._stored_files: list[ObjectRef] = []
+        self._builder = LayoutBuilder()
+        self._committed: Located | None = None
+        weakref.finalize(self, _LIVE.discard, pending.txid)
+        self._base: Located | None = None
+        self._base_layout: Layout | None = None
+        self._base_names: frozenset[str] = frozenset()
+        self._writer: DeltaWriter | AnchorWriter
+        durable = read_durable(catalog.objects, self._keys, WRITER) if pending.attempt else {}
+        self._durable = durable
+        head = log.state.head
+        if head is None:
+            self._writer = self._anchor_writer()
+            return
+        self._base = Located(log.line, head)
+        self._base_layout = catalog.layout(head.layout)
+        self._base_names = frozenset(self._base_layout.names())
+        baseline.use(catalog, self._base)
+        self._writer = DeltaWriter(self._partition_writer(ChunkSpool()), self._base_layout, baseline)
+
+    def _partition_writer(self, spool: ChunkSpool | None) -> PartitionWriter:
+        document = self._catalog.document
+        return PartitionWriter(
+            self._catalog.objects,
+            self._keys,
+            WRITER,
+            new_incarnation(),
+            self.attempt,
+            document.codec,
+            document.chunk_elements,
+            self._durable,
+            spool,
+        )
+
+    def _anchor_writer(self) -> AnchorWriter:
+        self._baseline.drop_staging()
+        return AnchorWriter(self._partition_writer(None), self._baseline)
+
+    # ------------------------------------------------------------------ writing
+
+    def write(self, name: str, tensor: object) -> None:
+        """Add one tensor, whole, to the version.
+
+        Parameters
+        ----------
+        name : str
+            Its name, unique within the version.
+        tensor : ndarray or torch.Tensor
+            Any shape, dtype of format 1, any memory order or device. Not kept; may change after the call.
+
+        Raises
+        ------
+        InvalidInputError
+            If the tensor cannot be stored or was written already.
+        """
+        self._require_open()
+        if self._files:
+            raise InvalidInputError(
+                f"tensor {name!r} cannot be added: {self.version} was written from a checkpoint", key=name
+            )
+        data = as_bits(name, tensor)
+        bits = data.bits
+        self._add(name, data.dtype, data.shape, lambda a, b, out: np.copyto(out, bits[a:b]), memory_key(tensor))
+        self._writer.drain()
+
+    def write_checkpoint(self, directory: str | os.PathLike[str]) -> CheckpointSummary:
+        """Add all tensors, side files and file structure of a checkpoint.
+
+        Parameters
+        ----------
+        directory : path
+            An HF directory, or one safetensors file. Must not change during the call.
+
+        Raises
+        ------
+        InvalidInputError, NotFoundError, FormatError
+            If it is no checkpoint; names the file.
+        """
+        self._require_open()
+        if self._written:
+            raise InvalidInputError(
+                f"a checkpoint cannot be added to {self.version}, which has tensors already; use one for each",
+                key=os.fspath(directory),
+            )
+        with open_checkpoint(directory) as checkpoint:
+            self._write_tensors(checkpoint)
+            self._write_files(checkpoint)
+            nbytes = sum(file.nbytes for file in self._files)
+            return CheckpointSummary(
+                len(checkpoint.tensors), nbytes, tuple((item.path, item.reason) for item in checkpoint.left_out)
+            )
+
+    def _write_tensors(self, checkpoint: Checkpoint) -> None:
+        names = list(checkpoint.tensors)
+        if self._base_layout is not None:
+            there = {entry.name for entry in self._base_layout.tensors}
+            if set(names) != set(self._base_layout.names()) or any(
+                self._fits(name, tensor.dtype, tensor.shape) is None for name, (_, tensor) in checkpoint.tensors.items()
+            ):
+                self._convert()
+            else:
+                order = {name: i for i, name in enumerate(self._base_layout.names())}
+                names.sort(key=lambda name: (name not in there, order[name]))
+        total = sum(tensor.end - tensor.begin for _, tensor in checkpoint.tensors.values())
+        done = 0
+        for name in names:
+            tensor = checkpoint.tensors[name][1]
+            self._add(name, tensor.dtype, tensor.shape, _reader(checkpoint, name), None)
+            done += tensor.end - tensor.begin
+            events.progress(f"publish {self.version}", done, total)
+        self._writer.drain()
+
+    def _write_files(self, checkpoint: Checkpoint) -> None:
+        known: dict[str, ObjectRef] = {}
+        if self._base is not None:
+            known = {file.ref.sha256: file.ref for file in self._catalog.contents(self._base).manifest.files}
+
+        def keep(data: bytes) -> ObjectRef:
+            ref = ObjectRef.of("", data)
+            if ref.sha256 not in known:
+                known[ref.sha256] = self._writer.partitions.put_file(data)
+                self._stored_files.append(known[ref.sha256])
+            return known[ref.sha256]
+
+        for weights in checkpoint.files:
+            self._files.append(CheckpointFile(weights.path, "weights", keep(weights.header.raw), weights.header.nbytes))
+        for side in checkpoint.side_files:
+            ref = keep(checkpoint.read_side_file(side.path))
+            self._files.append(CheckpointFile(side.path, "side", ref, ref.nbytes))
+
+    def _fits(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry | None:
+        """Return the place of a tensor in the base's layout, None if it has none."""
+        assert self._base_layout is not None
+        if name not in self._base_names:
+            return None
+        entry = self._base_layout.entry(name)
+        return entry if (entry.dtype, entry.shape) == (dtype, tuple(shape)) else None
+
+    def _add(self, name: str, dtype: str, shape: tuple[int, ...], read: ReadInto, memory: object) -> None:
+        if name in self._written:
+            raise InvalidInputError(f"tensor {name!r} was already written in this transaction", key=name)
+        if isinstance(self._writer, DeltaWriter):
+            entry = self._fits(name, dtype, shape)
+            if entry is not None:
+                twin = (
+                    next((other for other, place in self._written.items() if place is entry), None)
+                    if entry.aliases
+                    else None
+                )
+                if twin is None:
+                    self._written[name] = entry
+                    self._writer.write(entry, read)
+                    return
+                if self._same_bits(entry, read):
+                    self._written[name] = entry
+                    return
+            self._convert()
+        if memory is not None and memory in self._memory:
+            first = self._memory[memory]
+            place = self._written.get(first)
+            if place is not None and self._same_bits(place, read):
+                self._builder.add_alias(name, first)
+                self._written[name] = place
+                return
+        entry = self._builder.add(name, dtype, shape)
+        self._written[name] = entry
+        if memory is not None:
+            self._memory[memory] = name
+        self._writer.write(entry, read)
+
+    def _same_bits(self, entry: TensorEntry, read: ReadInto) -> bool:
+        """Whether what `read` gives is what was written at `entry`: then the two names are tied."""
+        return _equal(entry, read, _current(self._writer, entry))
+
+    def _convert(self) -> None:
+        """Go on as an anchor: what was written so far moves to addresses of a new layout."""
+        delta = self._writer
+        assert isinstance(delta, DeltaWriter)
+        delta.drain()
+        events.reached("publish.converted", self.version)
+        written, self._written = self._written, {}
+        anchor = self._anchor_writer()
+        self._writer = anchor
+        for name, entry in written.items():
+            first = next((other for other in self._written if written[other] is entry), None)
+            if first is not None:
+                self._builder.add_alias(name, first)
+                self._written[name] = self._written[first]
+                continue
+            placed = self._builder.add(name, entry.dtype, entry.shape)
+            self._written[name] = placed
+            anchor.write(placed, _current(delta, entry))
+            anchor.drain()
+        delta.close()
+
+    # ------------------------------------------------------------------ deciding
+
+    def commit(self) -> Located:
+        """Make the version.
+
+        Returns
+        -------
+        Located
+            The committed version.
+
+        Raises
+        ------
+        FencedError
+            If the transaction was taken over or aborted: nothing was committed.
+        OutcomeUnknownError
+            If the answer was lost for good: look at the log before anything else.
+        """
+        if self._committed is not None:
+            return self._committed
+        self._require_open()
+        if not self._written:
+            raise InvalidInputError(f"{self.version} has no tensors; write at least one, or abort", key=self.line)
+        if isinstance(self._writer, DeltaWriter) and len(self._written) < len(self._base_names):
+            self._convert()
+        writer = self._writer
+        rows = writer.finish()
+        layout = self._base_layout if isinstance(writer, DeltaWriter) else self._builder.build()
+        assert layout is not None
+        changed = writer.n_changed if isinstance(writer, DeltaWriter) else _n_elements(layout)
+        seal = writer.partitions.seal(layout.spaces, rows, self._stored_files, changed)
+        record = self._commit(layout, seal, rows, changed)
+        self._state = "committed"
+        row = self._log.row(record.version)
+        assert row is not None
+        self._committed = located = Located(self.line, row)
+        if isinstance(writer, DeltaWriter):
+            self._baseline.advance(located, writer.spool, writer.codec)
+        else:
+            self._baseline.adopt(located, layout)
+        events.reached("publish.baseline.advanced", self.version)
+        self._close()
+        return located
+
+    def _commit(self, layout: Layout, seal: SealRef, rows: dict[str, Any], changed: int) -> Commit:
+        objects, chunk_elements = self._catalog.objects, self._catalog.document.chunk_elements
+        writer = self._writer
+        is_delta = isinstance(writer, DeltaWriter)
+        self._check_stored(writer.partitions.sealed_objects())
+        base_tables = self._catalog.tables(self._base) if is_delta and self._base is not None else None
+        tables = new_tables(dict(layout.spaces), base_tables, rows, chunk_elements)
+        root = root_of(layout, tables, chunk_elements)
+        if not is_delta or self._base is None or layout.sha256 != self._base.row.layout:
+            objects.put(layout_key(layout.sha256), layout.to_json_bytes())
+        sealed = writer.partitions.sealed_objects()
+        prefix, nbytes = self._keys.attempt(self.attempt), sum(item.nbytes for item in sealed)
+        digests = {}
+        for space in SPACES:
+            if layout.spaces[space]:
+                zarr, table = arrays.table_metadata(len(tables[space])), tables[space].astype("<u8").tobytes()
+                digests[space] = Digests(
+                    ObjectRef.of(f"{prefix}digests/{space}/zarr.json", zarr),
+                    ObjectRef.of(f"{prefix}digests/{space}/c/0", table),
+                )
+                objects.put(digests[space].zarr.key, zarr)
+                objects.put(digests[space].table.key, table)
+                nbytes += len(zarr) + len(table)
+        base = self._base.base if is_delta and self._base is not None else None
+        counts = Counts(
+            changed,
+            _n_elements(layout),
+            nbytes,
+            writer.partitions.n_sealed,
+            len(layout.tensors),
+        )
+        manifest = Manifest(
+            self.line,
+            self._pending.version,
+            self.txid,
+            self.attempt,
+            layout.sha256,
+            base,
+            root,
+            now(),
+            (seal,),
+            digests,
+            tuple(self._files),
+            counts,
+        )
+        data = manifest.to_bytes()
+        ref = ObjectRef.of(self._keys.manifest(self.attempt), data)
+        events.reached("publish.manifest.before", ref.key)
+        objects.put(ref.key, data)
+        events.reached("publish.manifest.stored", ref.key)
+
+        def decide(state: LineState) -> Commit:
+            self._require_ours(state)
+            return Commit(
+                line=self.line,
+                seq=state.length,
+                id=new_txid(),
+                prev=state.last_sha256,
+                created_at=now(),
+                txid=self.txid,
+                attempt=self.attempt,
+                version=self._pending.version,
+                base=base,
+                layout=layout.sha256,
+                root=root,
+                manifest=ref,
+                counts=counts,
+            )
+
+        record = self._log.append(decide)
+        assert isinstance(record, Commit)
+        return record
+
+    def _check_stored(self, sealed: list[ObjectRef]) -> None:
+        """Check that every sealed object is there with its nbytes; ask singly for what the listing lacks."""
+        objects = self._catalog.objects
+        sizes = objects.list(self._keys.prefix)
+        for ref in sealed:
+            found = sizes.get(ref.key)
+            if found is None:
+                found = objects.size(ref.key)
+            if found != ref.nbytes:
+                raise IntegrityError(
+                    "a sealed object is not in the store; something deletes or rewrites objects there",
+                    key=ref.key,
+                    expected=f"{ref.nbytes} bytes",
+                    found="nothing" if found is None else f"{found} bytes",
+                )
+
+    def _require_ours(self, state: LineState) -> None:
+        pending = state.open
+        if pending is None or (pending.txid, pending.attempt) != (self.txid, self.attempt):
+            self._state = "fenced"
+            raise FencedError(
+                f"the transaction for {self.version} was taken over or aborted by another publisher; nothing was "
+                "committed: look at the log, then begin again",
+                key=self.txid,
+                expected=f"attempt {self.attempt} open",
+                found="no open transaction" if pending is None else f"{pending.txid} attempt {pending.attempt}",
+            )
+
+    def abort(self, reason: str = "aborted by its publisher") -> None:
+        """End the transaction without a version. Does nothing if it has ended already."""
+        if self._state != "open":
+            self._close()
+            return
+
+        def decide(state: LineState) -> Abort:
+            self._require_ours(state)
+            return Abort(
+                line=self.line,
+                seq=state.length,
+                id=new_txid(),
+                prev=state.last_sha256,
+                created_at=now(),
+                txid=self.txid,
+                reason=reason,
+            )
+
+        try:
+            self._log.append(decide)
+            self._state = "aborted"
+        except FencedError:
+            self._state = "fenced"
+        finally:
+            self._close()
+
+    def _require_open(self) -> None:
+        if self._state != "open":
+            raise InvalidInputError(
+                f"the transaction for {self.version} is {self._state}; begin another one", key=self.txid
+            )
+
+    def _close(self) -> None:
+        self._writer.close()
+        self._baseline.drop_staging()
+        _LIVE.discard(self.txid)
+        release, self._release = self._release, lambda: None
+        release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            if self._state == "open":
+                self.commit()
+            return
+        try:
+            self.abort(f"{type(error).__name__}: {error}"[:500])
+        except DcrError as second:
+            error.add_note(f"the transaction could not be aborted either: {second}")
+
+
+def _reader(checkpoint: Checkpoint, name: str) -> ReadInto:
+    return lambda start, stop, out: checkpoint.read_into(name, start, stop, out)
+
+
+def _current(writer: StateWriter, entry: TensorEntry) -> ReadInto:
+    return lambda start, stop, out: writer.current(entry, start, stop, out)
+
+
+def _equal(entry: TensorEntry, a: ReadInto, b: ReadInto) -> bool:
+    for start in range(0, entry.n_elements, _COMPARE_ELEMENTS):
+        stop = min(start + _COMPARE_ELEMENTS, entry.n_elements)
+        one: Bits = np.empty(stop - start, uint_dtype(entry.space))
+        two: Bits = np.empty_like(one)
+        a(start, stop, one)
+        b(start, stop, two)
+        if not np.array_equal(one, two):
+            return False
+    return True
+
+
+def _n_elements(layout: Layout) -> int:
+    return sum(entry.n_elements for entry in layout.tensors)

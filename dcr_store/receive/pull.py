@@ -1,0 +1,317 @@
+"""Bring a directory of safetensors files to a version, in place; a missing or empty one is a checkout.
+
+Killed anywhere and run again it ends right: a marker says that the directory is on its way, every chunk is judged by
+its digest, and none is written before its new bits are proven. Refuses a directory with weights that no version of
+the store has, unless forced, and one that another process is writing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dcr_store import events
+from dcr_store.errors import ConflictError, DcrError, InvalidInputError, StorageError
+from dcr_store.format.documents import SPACES
+from dcr_store.layout.dtypes import uint_dtype
+from dcr_store.payload.version import Table, VersionContents, root_of
+from dcr_store.receive import structure
+from dcr_store.receive.structure import Structure
+from dcr_store.targets.checkpoint import open_checkpoint
+from dcr_store.targets.directory import DirectoryTarget, WeightFile
+from dcr_store.targets.marker import Marker, Unreadable, lock, read_marker, write_marker
+from dcr_store.targets.paths import OWN_DIRECTORY
+from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.paths import Route, route
+from dcr_store.versions.replay import ZERO, Outcome, classify, digests, everywhere, replay
+
+_STAGE = "next"
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """What a pull did.
+
+    Attributes
+    ----------
+    previous : str or None
+        The version that the directory held before, if that was known.
+    nbytes_fetched : int
+        Bytes of partitions and side files read from the store.
+    chunks_written, chunks_healed : int
+        Chunks written, and among them those that were in no state of the path and rebuilt.
+    """
+
+    version: str
+    root: str
+    previous: str | None
+    nbytes_fetched: int
+    chunks_written: int
+    chunks_healed: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "version": self.version,
+            "root": self.root,
+            "previous": self.previous,
+            "nbytes_fetched": self.nbytes_fetched,
+            "chunks_written": self.chunks_written,
+            "chunks_healed": self.chunks_healed,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Situation:
+    """What is known of a directory before it is touched.
+
+    Attributes
+    ----------
+    held : tuple of Located
+        The versions that its chunks may be of.
+    everything : bool
+        Whether nothing is known, so that all versions on the path have to be asked.
+    """
+
+    is_empty: bool
+    held: tuple[Located, ...]
+    previous: str | None
+    everything: bool = False
+
+
+def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, force: bool = False) -> PullResult:
+    """Bring `directory` to the version `goal`.
+
+    Parameters
+    ----------
+    directory : path
+        Missing, empty, or with a checkpoint; changed in place.
+    force : bool
+        Replace weights that no version of the store has.
+
+    Raises
+    ------
+    InvalidInputError
+        If the directory holds foreign weights (nothing was changed), or cannot be written in place.
+    ConflictError
+        If another process is writing the directory.
+    IntegrityError
+        If the store is damaged; names the key. The directory can be pulled again.
+    """
+    started = time.perf_counter()
+    contents = catalog.contents(goal)
+    goal_files = structure.structure_of(catalog.objects, contents)
+    root = Path(directory)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot be made: {error.strerror}", key=str(root)) from error
+    root = root.resolve()
+    is_new = not any(root.iterdir())
+    is_ours = (root / OWN_DIRECTORY).is_dir()
+    # What may be refused is refused before anything of ours is in the directory.
+    situation = None if is_ours else _examine(catalog, goal, goal_files, root, force=force, is_ours=False)
+    try:
+        with lock(root):
+            if situation is None or read_marker(root) is not None:
+                situation = _examine(catalog, goal, goal_files, root, force=force, is_ours=is_ours)
+            outcome = _bring(catalog, goal, contents, goal_files, root, situation)
+    except ConflictError:
+        raise
+    except DcrError:
+        if is_new and not (root / OWN_DIRECTORY / "marker.json").exists():
+            shutil.rmtree(root / OWN_DIRECTORY, ignore_errors=True)
+        raise
+    return PullResult(
+        goal.name,
+        goal.row.root,
+        situation.previous,
+        outcome.nbytes_fetched,
+        outcome.chunks_written,
+        outcome.chunks_healed,
+        round(time.perf_counter() - started, 6),
+    )
+
+
+def _examine(
+    catalog: Catalog, goal: Located, files: Structure, root: Path, *, force: bool, is_ours: bool
+) -> _Situation:
+    """Find out what a directory holds; refuse one that holds what is not the store's."""
+    marker = read_marker(root)
+    entries = [item.name for item in root.iterdir() if item.name != OWN_DIRECTORY]
+    if isinstance(marker, Marker) and marker.store_id != catalog.document.store_id:
+        if not force:
+            raise InvalidInputError(
+                "the directory follows another store; pull into another directory, or replace its weights with --force",
+                key=str(root),
+                expected=f"store {catalog.document.store_id}",
+                found=f"store {marker.store_id}, {marker.target}",
+            )
+        marker = Unreadable("of another store")
+    if isinstance(marker, Marker):
+        names = [name for name in (marker.base, marker.target) if name is not None]
+        held = tuple(item for item in (_find(catalog, name) for name in names) if item is not None)
+        return _Situation(not entries, held, marker.target if marker.state == "clean" else marker.base)
+    if not entries:
+        return _Situation(True, (), None)
+    identified = identify(catalog, root)
+    if identified is not None:
+        return _Situation(False, (identified,), identified.name)
+    if isinstance(marker, Unreadable) or is_ours:
+        return _Situation(False, (), None, everything=True)
+    in_the_way = structure.conflicts(catalog.objects, root, files)
+    if (in_the_way or any(name.endswith(".safetensors") for name in entries)) and not force:
+        raise InvalidInputError(
+            "the directory holds weights or files that are no version of this store; nothing was changed: pull into "
+            "another directory, or replace them with --force",
+            key=str(root),
+            expected=f"nothing, or a version of {catalog.objects.url}",
+            found=", ".join(in_the_way[:5] or [name for name in entries if name.endswith(".safetensors")][:5]),
+        )
+    return _Situation(False, (), None, everything=force)
+
+
+def _find(catalog: Catalog, name: str) -> Located | None:
+    try:
+        return catalog.resolve(name)
+    except DcrError:
+        return None
+
+
+def identify(catalog: Catalog, root: Path) -> Located | None:
+    """Return the version that a directory's weights are, bit for bit; None if they are none of the store's."""
+    try:
+        with open_checkpoint(root) as checkpoint:
+            weights = [WeightFile(f.path, f.header.raw, f.header.nbytes) for f in checkpoint.files]
+    except DcrError:
+        return None
+    roots: dict[str, Located] = {}
+    layouts: set[str] = set()
+    for located in catalog.find_root(""):
+        roots.setdefault(located.row.root, located)
+        layouts.add(located.row.layout)
+    for sha256 in sorted(layouts):
+        layout = catalog.layout(sha256)
+        if not structure.same_tensors(layout, weights):
+            continue
+        chunk_elements = catalog.document.chunk_elements
+        with DirectoryTarget(root, layout, weights, chunk_elements) as target:
+            lengths = {space: layout.n_chunks(space, chunk_elements) for space in SPACES}
+            found = roots.get(root_of(layout, digests(target, lengths, chunk_elements), chunk_elements))
+        if found is not None:
+            return found
+    return None
+
+
+def _bring(
+    catalog: Catalog, goal: Located, contents: VersionContents, files: Structure, root: Path, situation: _Situation
+) -> Outcome:
+    held = next((item for item in situation.held if item.row.root == goal.row.root), None) or next(
+        iter(situation.held), None
+    )
+    old = _old_structure(catalog, situation)
+    dirty = Marker(
+        "dirty",
+        catalog.document.store_id,
+        situation.previous,
+        goal.name,
+        goal.row.root,
+        None if held is None else held.row.root,
+        goal.row.layout,
+    )
+    # A crash just before leaves the directory as it was; just after, the next run knows that it may be a mixture.
+    write_marker(root, dirty)
+    events.reached("pull.dirty", goal.name)
+    way = route(catalog, goal, situation.held)
+    if situation.is_empty or structure.settle(root, files, [w for item in old for w in item.weights]):
+        outcome = _in_place(catalog, contents, files, root, situation, way)
+    else:
+        outcome = _beside(catalog, contents, files, root, situation, way)
+    outcome.nbytes_fetched += structure.write_sides(catalog.objects, root, files)
+    for item in old:
+        structure.remove_left(root, files, item)
+    events.reached("pull.applied", goal.name)
+    clean = Marker(
+        "clean",
+        catalog.document.store_id,
+        situation.previous,
+        goal.name,
+        goal.row.root,
+        dirty.base_root,
+        goal.row.layout,
+    )
+    # Everything is synced by now: a clean marker is never ahead of the bits.
+    write_marker(root, clean)
+    events.reached("pull.clean", goal.name)
+    return outcome
+
+
+def _old_structure(catalog: Catalog, situation: _Situation) -> list[Structure]:
+    """Return the files of the versions that the directory may hold."""
+    return [structure.structure_of(catalog.objects, catalog.contents(item)) for item in situation.held]
+
+
+def _in_place(
+    catalog: Catalog, contents: VersionContents, files: Structure, root: Path, situation: _Situation, way: Route
+) -> Outcome:
+    path = way.path
+    with DirectoryTarget.create(root, contents.layout, files.weights, path.chunk_elements) as target:
+        target.restore_headers()
+        if situation.is_empty and not situation.held:
+            places = everywhere(path, ZERO)
+        else:
+            candidates = (
+                range(len(path.states)) if situation.everything else way.between([i.name for i in situation.held])
+            )
+            places = classify(path, _digest(target, way), candidates)
+        outcome = replay(catalog.objects, path, target, places)
+        events.reached("pull.replayed", contents.name)
+        target.sync()
+    return outcome
+
+
+def _beside(
+    catalog: Catalog, contents: VersionContents, files: Structure, root: Path, situation: _Situation, way: Route
+) -> Outcome:
+    """Build the weights in ``.dcr/next``, from the bits that the directory has where it can, and move them in."""
+    path, stage = way.path, root / OWN_DIRECTORY / _STAGE
+    stage.mkdir(exist_ok=True)
+    with DirectoryTarget.create(stage, contents.layout, files.weights, path.chunk_elements) as target:
+        target.restore_headers()
+        _seed(target, contents, root, path.chunk_elements)
+        candidates = range(len(path.states)) if situation.everything else way.between([i.name for i in situation.held])
+        outcome = replay(catalog.objects, path, target, classify(path, _digest(target, way), candidates))
+        target.sync()
+    events.reached("pull.staged", contents.name)
+    structure.move_in(root, stage, files)
+    shutil.rmtree(stage, ignore_errors=True)
+    return outcome
+
+
+def _digest(target: DirectoryTarget, way: Route) -> dict[str, Table]:
+    return digests(target, way.path.all_chunks(), way.path.chunk_elements)
+
+
+def _seed(target: DirectoryTarget, contents: VersionContents, root: Path, chunk_elements: int) -> None:
+    """Copy what the directory holds to files of another structure, if it holds the same tensors."""
+    try:
+        with open_checkpoint(root) as checkpoint:
+            weights = [WeightFile(f.path, f.header.raw, f.header.nbytes) for f in checkpoint.files]
+        if not structure.same_tensors(contents.layout, weights):
+            return
+        with DirectoryTarget(root, contents.layout, weights, chunk_elements) as source:
+            for space in SPACES:
+                scratch = np.empty(chunk_elements, uint_dtype(space))
+                for chunk in range(contents.layout.n_chunks(space, chunk_elements)):
+                    source.read_chunk(space, chunk, scratch)
+                    target.write_chunk(space, chunk, scratch)
+    except DcrError:
+        events.reached("pull.unseeded", str(root))

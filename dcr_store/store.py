@@ -1,0 +1,321 @@
+"""The facade: ``create`` and ``open`` a store, publish, read, pull, ask. Wires the floors below, adds nothing to them.
+
+Refuses backends on which put-if-absent is not atomic, and stores of another format version.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from dcr_store.errors import ConflictError, InvalidInputError, NotFoundError
+from dcr_store.format import canonical
+from dcr_store.format.documents import CODECS, StoreDocument
+from dcr_store.format.fields import now
+from dcr_store.format.names import STORE_KEY, VersionRef, check_line, new_txid, version_name
+from dcr_store.log.fold import LineState
+from dcr_store.objects.open import open_objects
+from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.info import VersionDetail, VersionInfo, detail_of, info_of
+
+if TYPE_CHECKING:
+    from dcr_store.history.diff import Diff
+    from dcr_store.history.verify import VerifyReport
+    from dcr_store.ports import ObjectStore
+    from dcr_store.publish.baseline import Baseline
+    from dcr_store.publish.transaction import Transaction
+    from dcr_store.receive.pull import PullResult
+
+Url = str | os.PathLike[str]
+
+
+def create(
+    url: Url,
+    *,
+    codec: str = "dcr.delta",
+    chunk_elements: int = 1 << 20,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Store:
+    """Create a store at an empty place.
+
+    Parameters
+    ----------
+    url : str or path
+        A directory, ``file://``, ``memory://`` or ``s3://bucket/prefix``.
+    codec : {"dcr.delta", "portable"}
+        How chunks are encoded; ``portable`` uses codecs of the Zarr core only and is larger.
+    chunk_elements : int
+        Elements of a chunk, a power of two from 64 to 2^24.
+    storage_options : mapping, optional
+        What fsspec's file system takes.
+
+    Raises
+    ------
+    ConflictError
+        If there is a store already.
+    InvalidInputError
+        If an option is wrong.
+    StorageError
+        If the backend cannot be written, or does not put atomically.
+    """
+    if codec not in CODECS:
+        raise InvalidInputError("unknown codec", key="codec", expected=" or ".join(CODECS), found=codec)
+    if (
+        not isinstance(chunk_elements, int)
+        or not 64 <= chunk_elements <= 1 << 24
+        or chunk_elements & (chunk_elements - 1)
+    ):
+        raise InvalidInputError(
+            "chunk_elements is wrong", key="chunk_elements", expected="a power of two, 64 to 2^24", found=chunk_elements
+        )
+    from dcr_store.objects.probe import probe
+
+    objects = open_objects(url, storage_options)
+    if objects.size(STORE_KEY) is not None:
+        raise ConflictError("there is a store already; open it, or choose another place", key=objects.url)
+    probe(objects)
+    document = StoreDocument(new_txid(), codec, chunk_elements, now())
+    if not objects.put_if_absent(STORE_KEY, document.to_bytes()):
+        raise ConflictError("somebody else has just created a store there; open it", key=objects.url)
+    return Store(objects, document, canonical.sha256(document.to_bytes()))
+
+
+def open(url: Url, *, storage_options: Mapping[str, Any] | None = None) -> Store:
+    """Open a store.
+
+    Raises
+    ------
+    NotFoundError
+        If there is none.
+    FormatError
+        If it is of another format version, or no store.
+    """
+    objects = open_objects(url, storage_options)
+    try:
+        data = objects.get(STORE_KEY)
+    except NotFoundError as error:
+        raise NotFoundError("there is no store here; create one with: dcr init STORE", key=objects.url) from error
+    return Store(objects, StoreDocument.from_bytes(data), canonical.sha256(data))
+
+
+class Store:
+    """An open store. Make one with ``create`` or ``open``.
+
+    Attributes
+    ----------
+    url, store_id, codec : str
+        Where it is, which one it is, how chunks are encoded.
+    chunk_elements : int
+        Elements of a chunk.
+    """
+
+    def __init__(self, objects: ObjectStore, document: StoreDocument, store_sha256: str) -> None:
+        self._objects = objects
+        self._document = document
+        self._catalog = Catalog(objects, document, store_sha256)
+        self._baselines: dict[str, Baseline] = {}
+        self._lock = threading.Lock()
+        self.url = objects.url
+        self.store_id = document.store_id
+        self.codec = document.codec
+        self.chunk_elements = document.chunk_elements
+
+    def __repr__(self) -> str:
+        return f"<dcr_store.Store {self.url}>"
+
+    # ------------------------------------------------------------------ publishing
+
+    def begin(
+        self,
+        line: str = "main",
+        *,
+        base: str | None = None,
+        message: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        owner: str | None = None,
+        takeover: bool = False,
+        baseline: Url | None = None,
+    ) -> Transaction:
+        """Begin the next version of a line, or resume the one that this owner (or a dead process) left open.
+
+        Parameters
+        ----------
+        line : str
+            Made by its first version.
+        base : str, optional
+            The version that must be the head, as ``line@number`` or a root; otherwise whatever the head is.
+        message : str, optional
+        metadata : mapping, optional
+            JSON: step, reward, code revision.
+        owner : str, optional
+            Who publishes, the same for all restarts of one run; by default this process.
+        takeover : bool
+            Take over an open transaction of an owner that you know to be dead.
+        baseline : path, optional
+            Directory of the local copy of the last version, kept for the next run; by default a temporary one.
+
+        Raises
+        ------
+        ConflictError
+            If somebody else's transaction is open, or the head is not `base`.
+        InvalidInputError
+            If a name or the metadata cannot be stored.
+        """
+        from dcr_store.publish.owner import default_owner
+        from dcr_store.publish.transaction import Intent, Transaction, begin
+
+        self._document.check_writable()
+        check_line(line)
+        if message is not None and not isinstance(message, str):
+            raise InvalidInputError(
+                "the message is no text", key="message", expected="text", found=type(message).__name__
+            )
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise InvalidInputError("the metadata is no mapping", key="metadata", found=type(metadata).__name__)
+        # As it will come back, so that a resumed transaction compares equal; refuses what JSON cannot say.
+        told = canonical.decode(canonical.encode(dict(metadata or {})), "metadata")
+        intent = Intent(owner or default_owner(), message, told, base, takeover)
+        held, release = self._acquire_baseline(line, baseline)
+        try:
+            log = self._catalog.log(line)
+            pending = begin(log, intent, lambda state: _check_base(state, base))
+            return Transaction(self._catalog, log, pending, held, release)
+        except BaseException:
+            release()
+            raise
+
+    def _acquire_baseline(self, line: str, directory: Url | None) -> tuple[Baseline, Any]:
+        from dcr_store.publish.baseline import Baseline
+
+        if directory is not None:
+            held = Baseline(directory, self.store_id, line, self.chunk_elements)
+            return held, held.close
+        with self._lock:
+            kept = self._baselines.pop(line, None)
+        held = kept or Baseline(None, self.store_id, line, self.chunk_elements)
+
+        def release() -> None:
+            with self._lock:
+                other = self._baselines.setdefault(line, held)
+            if other is not held:
+                held.close()
+
+        return held, release
+
+    # ------------------------------------------------------------------ looking
+
+    def lines(self) -> list[str]:
+        """Return the names of the lines, sorted."""
+        return self._catalog.lines()
+
+    def log(self, line: str = "main") -> list[VersionInfo]:
+        """Return the versions of a line, oldest first.
+
+        Raises
+        ------
+        NotFoundError
+            If the line has no version.
+        """
+        log = self._catalog.fresh(line)
+        return [info_of(Located(line, log.complete(row))) for row in log.rows()]
+
+    def show(self, version: str) -> VersionDetail:
+        """Return what a version consists of."""
+        located = self._catalog.resolve(version)
+        row = self._catalog.log(located.line).complete(located.row)
+        return detail_of(self._catalog, Located(located.line, row))
+
+    def read(
+        self,
+        version: str = "main",
+        tensors: Iterable[str] | None = None,
+        *,
+        framework: Literal["numpy", "torch"] = "numpy",
+    ) -> dict[str, Any]:
+        """Return the tensors of a version, whole or by name; see ``history.read``."""
+        from dcr_store.history.read import read
+
+        if framework not in ("numpy", "torch"):
+            raise InvalidInputError("unknown framework", key="framework", expected="numpy or torch", found=framework)
+        if isinstance(tensors, str):
+            raise InvalidInputError("tensors is a list of names", key="tensors", expected=[tensors], found=tensors)
+        return read(self._catalog, self._catalog.resolve(version), tensors, framework)
+
+    def diff(self, a: str, b: str) -> Diff:
+        """Compare two versions, tensor by tensor."""
+        from dcr_store.history.diff import diff
+
+        return diff(self._catalog, self._catalog.resolve(a), self._catalog.resolve(b))
+
+    def verify(self, version: str | None = None, deep: bool = False) -> VerifyReport:
+        """Check the store, or what one version needs; problems are listed, not raised.
+
+        Parameters
+        ----------
+        version : str, optional
+            All lines and versions by default.
+        deep : bool
+            Decode and replay every version too, and compare chunk digests and roots.
+        """
+        from dcr_store.history.verify import verify
+
+        return verify(self._catalog, version, deep=deep)
+
+    def compare_directory(self, version: str, directory: Url) -> VerifyReport:
+        """Compare a directory with a version, bit for bit; reads only."""
+        from dcr_store.history.compare import compare_directory
+
+        return compare_directory(self._catalog, self._catalog.resolve(version), directory)
+
+    # ------------------------------------------------------------------ receiving
+
+    def checkout(self, version: str, directory: Url, *, force: bool = False) -> PullResult:
+        """Write a version's checkpoint into a directory, byte for byte as it was published; see ``pull``."""
+        return self.pull(directory, version, force=force)
+
+    def pull(self, directory: Url, version: str | None = None, *, force: bool = False) -> PullResult:
+        """Bring a directory to a version (``main``'s head by default), in place; see ``receive.pull``."""
+        from dcr_store.receive.pull import pull
+
+        return pull(
+            self._catalog, self._catalog.resolve("main" if version is None else version), directory, force=force
+        )
+
+    # ------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """Remove temporary baselines."""
+        with self._lock:
+            kept, self._baselines = self._baselines, {}
+        for baseline in kept.values():
+            baseline.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_base(state: LineState, base: str | None) -> None:
+    """Refuse to begin on a head other than `base`."""
+    if base is None:
+        return
+    ref, head = VersionRef.parse(base), state.head
+    is_head = head is not None and (
+        (ref.number is not None and (ref.line, ref.number) == (state.line, head.version))
+        or (ref.root_prefix is not None and head.root.startswith(ref.root_prefix))
+        or (ref.number is None and ref.line == state.line)
+    )
+    if not is_head:
+        raise ConflictError(
+            f"the head of line {state.line} is not the base you named; look at what was published and begin again",
+            key=state.line,
+            expected=base,
+            found="no version" if head is None else f"{version_name(state.line, head.version)} {head.root[:16]}",
+        )

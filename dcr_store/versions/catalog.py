@@ -1,0 +1,188 @@
+"""Finds versions and what they consist of: lines, references, contents, and the chain back to the nearest anchor.
+
+Reads only; caches what is immutable. Refuses a reference that is ambiguous or names nothing, saying what there is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar, overload
+
+from dcr_store.errors import IntegrityError, InvalidInputError, NotFoundError
+from dcr_store.format.documents import Base, StoreDocument
+from dcr_store.format.names import VersionRef, check_line, version_name
+from dcr_store.layout.layout import Layout
+from dcr_store.log.fold import VersionRow
+from dcr_store.log.line import LineLog
+from dcr_store.payload import version as payload
+from dcr_store.payload.version import Table, VersionContents
+from dcr_store.ports import ObjectStore
+
+_N_CACHED: Final = 64
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A committed version and the line it was found on."""
+
+    line: str
+    row: VersionRow
+
+    @property
+    def name(self) -> str:
+        """``line@number``."""
+        return version_name(self.line, self.row.version)
+
+    @property
+    def base(self) -> Base:
+        """This version as a base."""
+        return Base(self.name, self.row.root)
+
+
+class Catalog:
+    """The versions of one store. Safe to use from several threads for reading contents."""
+
+    def __init__(self, objects: ObjectStore, document: StoreDocument, store_sha256: str) -> None:
+        self.objects = objects
+        self.document = document
+        self.store_sha256 = store_sha256
+        self._lines: dict[str, LineLog] = {}
+        self._cache: OrderedDict[tuple[str, str], object] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def _cached(self, kind: str, sha256: str, read: Callable[[], T]) -> T:
+        with self._lock:
+            if (kind, sha256) in self._cache:
+                self._cache.move_to_end((kind, sha256))
+                return self._cache[kind, sha256]  # type: ignore[return-value]
+        value = read()
+        with self._lock:
+            self._cache[kind, sha256] = value
+            while len(self._cache) > _N_CACHED:
+                self._cache.popitem(last=False)
+        return value
+
+    def lines(self) -> list[str]:
+        """Return the names of all lines, sorted."""
+        return sorted(name for name in self.objects.list_names("log/"))
+
+    def log(self, line: str) -> LineLog:
+        """Return a line's log, not refreshed."""
+        check_line(line)
+        return self._lines.setdefault(line, LineLog(self.objects, line, self.store_sha256))
+
+    def fresh(self, line: str) -> LineLog:
+        """Return a line's log, read to its end; ``NotFoundError`` if it has no version."""
+        log = self.log(line)
+        if log.refresh().head is None:
+            lines = self.lines()
+            raise NotFoundError(
+                f"the store {self.objects.url} has no version on line {line!r}; "
+                + (f"its lines: {', '.join(lines)}" if lines else "nothing has been published yet"),
+                key=line,
+            )
+        return log
+
+    def resolve(self, reference: str) -> Located:
+        """Return the version that ``main@42``, ``main`` or a prefix of a root names.
+
+        Raises
+        ------
+        InvalidInputError
+            If `reference` is none of these, or a prefix of several roots.
+        NotFoundError
+            If there is no such version.
+        """
+        ref = VersionRef.parse(reference)
+        if ref.root_prefix is not None:
+            found = self.find_root(ref.root_prefix)
+            if len({located.row.root for located in found}) > 1:
+                names = ", ".join(f"{located.name} {located.row.root[:16]}" for located in found[:5])
+                raise InvalidInputError(f"the root prefix {reference} is ambiguous: {names}; give more digits")
+            if found:
+                return found[0]
+            if reference not in self.lines():
+                raise NotFoundError(f"no version has a root that begins with {reference}", key=reference)
+        assert ref.line is not None
+        log = self.fresh(ref.line)
+        head = log.state.head
+        assert head is not None
+        row = head if ref.number is None else log.row(ref.number)
+        if row is None:
+            raise NotFoundError(
+                f"no such version; the head of {ref.line} is {version_name(ref.line, head.version)}", key=reference
+            )
+        return Located(ref.line, row)
+
+    def find_root(self, prefix: str) -> list[Located]:
+        """Return all versions, newest first per line, whose state root begins with `prefix`."""
+        found = []
+        for line in self.lines():
+            log = self.log(line)
+            log.refresh()
+            found += [Located(line, row) for row in reversed(log.rows()) if row.root.startswith(prefix)]
+        return found
+
+    def layout(self, sha256: str) -> Layout:
+        """Return a layout."""
+        return self._cached("layout", sha256, lambda: payload.read_layout(self.objects, sha256))
+
+    def contents(self, located: Located) -> VersionContents:
+        """Return a version's contents, checked against its row in the log."""
+        row = located.row
+
+        def read() -> VersionContents:
+            manifest = payload.read_manifest(self.objects, row.manifest)
+            named = (manifest.line, manifest.version, manifest.root, manifest.layout, manifest.base)
+            expected = (located.line, row.version, row.root, row.layout, row.base)
+            if named != expected:
+                raise IntegrityError(
+                    "the manifest is not that of its commit", key=row.manifest.key, expected=expected, found=named
+                )
+            return payload.read_contents(self.objects, manifest, self.layout(row.layout), self.document.chunk_elements)
+
+        return self._cached("contents", row.manifest.sha256, read)
+
+    def tables(self, located: Located) -> dict[str, Table]:
+        """Return the digest tables of a version."""
+        return dict(self.contents(located).tables)
+
+    def chain(self, located: Located) -> list[Located]:
+        """Return the versions from the nearest anchor to `located`, in order."""
+        log = self.log(located.line)
+        chain = [located]
+        while chain[-1].row.base is not None:
+            row = log.row(chain[-1].row.version - 1)
+            if row is None or row.root != chain[-1].row.base.root:
+                raise IntegrityError(
+                    "the base of the version is not the version before it",
+                    key=chain[-1].name,
+                    expected=chain[-1].row.base.root,
+                    found=None if row is None else row.root,
+                )
+            chain.append(Located(located.line, row))
+        return chain[::-1]
+
+
+class LazyStates(Sequence[VersionContents]):
+    """The contents of a chain of versions, each read when it is asked for."""
+
+    def __init__(self, catalog: Catalog, chain: Sequence[Located]) -> None:
+        self.chain = tuple(chain)
+        self._catalog = catalog
+
+    def __len__(self) -> int:
+        return len(self.chain)
+
+    @overload
+    def __getitem__(self, index: int) -> VersionContents: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[VersionContents]: ...
+    def __getitem__(self, index: int | slice) -> VersionContents | Sequence[VersionContents]:
+        if isinstance(index, slice):
+            return [self._catalog.contents(item) for item in self.chain[index]]
+        return self._catalog.contents(self.chain[index])

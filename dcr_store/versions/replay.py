@@ -1,0 +1,384 @@
+"""Replay: bring the chunks of a target to one version, from whatever states they are in (DESIGN: base, target, torn).
+
+Each chunk is digested; a digest of a version on the path says where to go on, any other means rebuilding from the
+anchor. A chunk is written only after its new bits have the digest recorded for them. Nothing depends on how far an
+earlier run got. Refuses to write bits that miss the table: then the stored version is defective.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dcr_store import events
+from dcr_store.codec.digest import crc64, zeros_digest
+from dcr_store.codec.portable import get_codec
+from dcr_store.errors import IntegrityError
+from dcr_store.format.documents import SPACES
+from dcr_store.layout.dtypes import uint_dtype, width
+from dcr_store.payload.version import SealedPartition, Table, VersionContents, fetch
+from dcr_store.ports import ObjectStore, Target
+
+ZERO: Final = -1
+UNKNOWN: Final = -2
+GROUP_NBYTES: Final = 96 << 20
+_N_FETCHERS: Final = 8
+
+Fetch = Callable[[SealedPartition], bytes]
+Places = Mapping[str, NDArray[np.int64]]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a replay did."""
+
+    nbytes_fetched: int = 0
+    chunks_written: int = 0
+    chunks_healed: int = 0
+
+
+@dataclass(frozen=True)
+class Path:
+    """The states that a target may be in, and the one it shall reach.
+
+    Attributes
+    ----------
+    states : sequence of VersionContents
+        Consecutive versions of one layout, the first an anchor; may load each when it is asked for.
+    goal : int
+        Index into `states`.
+    """
+
+    states: Sequence[VersionContents]
+    goal: int
+    chunk_elements: int
+    _partitions: dict[int, dict[tuple[str, int], list[SealedPartition]]] = field(default_factory=dict, compare=False)
+
+    @property
+    def target(self) -> VersionContents:
+        """The version to reach."""
+        return self.states[self.goal]
+
+    def n_chunks(self, space: str) -> int:
+        """Return the number of chunks of a space."""
+        return len(self.target.tables[space])
+
+    def all_chunks(self) -> dict[str, int]:
+        """Return the number of chunks of each space."""
+        return {space: self.n_chunks(space) for space in SPACES}
+
+    def digest(self, space: str, chunk: int, state: int) -> int:
+        """Return a chunk's digest in a state (``ZERO`` or an index)."""
+        if state < 0:
+            return zeros_digest(self.chunk_elements * width(space))
+        return int(self.states[state].tables[space][chunk])
+
+    def steps(self, state: int) -> range:
+        """Return the edges from `state` to the goal: forwards ``i`` leads from i-1 to i, backwards from i to i-1."""
+        if state > self.goal:
+            return range(state, self.goal, -1)
+        return range(max(state, ZERO) + 1, self.goal + 1)
+
+    def after(self, state: int, step: int) -> int:
+        """Return the state reached by `step` on the way from `state`."""
+        return step - 1 if state > self.goal else step
+
+    def reversible(self, space: str, chunk: int, state: int) -> bool:
+        """Whether the edges from a newer `state` back to the goal are masks alone in this chunk."""
+        return all(
+            not self.states[step].is_anchor and self.states[step].touched[space].get(chunk, (0, 0))[1] == 0
+            for step in self.steps(state)
+        )
+
+    def partitions(self, step: int, space: str, chunk: int) -> list[SealedPartition]:
+        """Return the partitions of an edge that may hold `chunk`."""
+        if step not in self._partitions:
+            table: dict[tuple[str, int], list[SealedPartition]] = {}
+            contents = self.states[step]
+            for item in contents.partitions:
+                item_space = item.array.array.partition("/")[0]
+                for place in range(item.first_chunk, item.first_chunk + item.n_chunks):
+                    if place in contents.touched[item_space]:
+                        table.setdefault((item_space, place), []).append(item)
+            self._partitions[step] = table
+        return self._partitions[step].get((space, chunk), [])
+
+
+def digests(target: Target, n_chunks: Mapping[str, int], chunk_elements: int) -> dict[str, Table]:
+    """Digest all chunks of a target, in parallel.
+
+    Parameters
+    ----------
+    n_chunks : mapping of str to int
+        The number of chunks of each space.
+
+    Returns
+    -------
+    dict of str to ndarray of uint64, shape (n_chunks,)
+    """
+    result = {space: np.zeros(n_chunks[space], np.uint64) for space in SPACES}
+    total = sum(n_chunks[space] * chunk_elements * width(space) for space in SPACES)
+    done = 0
+
+    def one(place: tuple[str, int]) -> int:
+        space, chunk = place
+        scratch = _scratch(space, chunk_elements)
+        target.read_chunk(space, chunk, scratch)
+        result[space][chunk] = crc64(scratch)
+        return scratch.nbytes
+
+    with ThreadPoolExecutor(n_workers()) as pool:
+        for nbytes in pool.map(one, [(space, chunk) for space in SPACES for chunk in range(n_chunks[space])]):
+            done += nbytes
+            events.progress("compare", done, total)
+    return result
+
+
+def classify(path: Path, found: Mapping[str, Table], candidates: Iterable[int]) -> dict[str, NDArray[np.int64]]:
+    """Return for each chunk the state that its digest says it is in; ``UNKNOWN`` if it is none of those asked for.
+
+    Parameters
+    ----------
+    found : mapping of str to ndarray of uint64, shape (n_chunks,)
+        The digests of a target.
+    candidates : iterable of int
+        States to look for besides ``ZERO`` and the goal. Where several fit, the goal wins, then the last of these. A
+        state newer than the goal counts only where the way back is masks alone.
+    """
+    order = [ZERO, *candidates, path.goal]
+    result: dict[str, NDArray[np.int64]] = {}
+    for space in SPACES:
+        places = np.full(path.n_chunks(space), UNKNOWN, np.int64)
+        for state in order:
+            table = path.states[state].tables[space] if state >= 0 else path.digest(space, 0, ZERO)
+            places[found[space] == np.uint64(table) if state < 0 else found[space] == table] = state
+        for chunk in np.flatnonzero(places > path.goal).tolist():
+            if not path.reversible(space, chunk, int(places[chunk])):
+                places[chunk] = UNKNOWN
+        result[space] = places
+    return result
+
+
+def everywhere(path: Path, state: int) -> dict[str, NDArray[np.int64]]:
+    """Return the places of a target that is wholly in one state."""
+    return {space: np.full(path.n_chunks(space), state, np.int64) for space in SPACES}
+
+
+def replay(
+    objects: ObjectStore, path: Path, target: Target, places: Places, *, fetcher: Fetch | None = None
+) -> Outcome:
+    """Bring `target` to the path's goal.
+
+    Parameters
+    ----------
+    places : mapping of str to ndarray of int64, shape (n_chunks,)
+        The state of each chunk (``classify``, ``everywhere``). Chunks at the goal are neither fetched nor written.
+    fetcher : callable, optional
+        Returns a partition's verified bytes; by default from `objects`.
+
+    Raises
+    ------
+    IntegrityError
+        If an object is missing or damaged, or verified objects do not give the recorded bits; the target's chunks
+        are then each in some state of the path, or as they were.
+    """
+    outcome = Outcome()
+    jobs = [job for space in SPACES for job in _jobs(path, space, places[space])]
+    read = fetcher or (lambda item: fetch(objects, item.ref))
+    total, done = sum(len(job.chunks) for job in jobs) * path.chunk_elements, 0
+    with ThreadPoolExecutor(_N_FETCHERS) as fetchers, ThreadPoolExecutor(n_workers()) as workers:
+        queue = _Prefetch(fetchers, read, [item for job in jobs for group in job.groups for item in group.items])
+        try:
+            for job in jobs:
+                for group in job.groups:
+                    data = queue.take(group.items)
+                    outcome.nbytes_fetched += sum(len(blob) for blob in data)
+                    parsed = [(item, item.parse(blob)) for item, blob in zip(group.items, data, strict=True)]
+                    tasks = [workers.submit(_advance, path, target, job, group, chunk, parsed) for chunk in job.chunks]
+                    for task in tasks:
+                        outcome.chunks_written += task.result()
+                    events.reached("replay.group.applied", f"{job.space} {job.chunks[0]}")
+                outcome.chunks_healed += sum(1 for chunk in job.chunks if job.places[chunk] == UNKNOWN)
+                done += len(job.chunks) * path.chunk_elements
+                events.progress(f"apply {path.target.name}", done, total)
+        finally:
+            queue.cancel()
+    return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Consecutive steps whose partitions fit into memory together."""
+
+    steps: tuple[int, ...]
+    items: tuple[SealedPartition, ...]
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Chunks of one range of a space that start from the same side."""
+
+    space: str
+    chunks: tuple[int, ...]
+    places: Mapping[int, int]
+    groups: tuple[_Group, ...]
+
+
+def _jobs(path: Path, space: str, places: NDArray[np.int64]) -> Iterator[_Job]:
+    """Cut the work into ranges of partitions, and each range into groups of steps that fit into memory."""
+    work = np.flatnonzero(places != path.goal)
+    if len(work) == 0:
+        return
+    ahead = (
+        path.steps(int(places[work].max())) if places[work].max() > path.goal else path.steps(int(places[work].min()))
+    )
+    lengths = [
+        i.n_chunks for step in ahead for i in path.states[step].partitions if i.array.array.startswith(f"{space}/")
+    ]
+    n_range = max(lengths, default=1)
+    for first in sorted({int(chunk) // n_range for chunk in work}):
+        chunks = work[(work >= first * n_range) & (work < (first + 1) * n_range)]
+        for backwards in (False, True):
+            chosen = tuple(int(chunk) for chunk in chunks if (int(places[chunk]) > path.goal) == backwards)
+            if chosen:
+                starts = {chunk: int(places[chunk]) for chunk in chosen}
+                yield _Job(space, chosen, starts, tuple(_groups(path, space, starts)))
+
+
+def _groups(path: Path, space: str, starts: Mapping[int, int]) -> Iterator[_Group]:
+    farthest = max(starts.values()) if max(starts.values()) > path.goal else min(starts.values())
+    steps: list[int] = []
+    items: dict[str, SealedPartition] = {}
+    first = True
+    for step in path.steps(farthest):
+        found = {
+            item.key: item
+            for chunk, state in starts.items()
+            if step in path.steps(state)
+            for item in path.partitions(step, space, chunk)
+        }
+        nbytes = sum(item.partition.nbytes for item in (*items.values(), *found.values()))
+        if steps and nbytes > GROUP_NBYTES:
+            yield _Group(tuple(steps), tuple(items.values()), first)
+            steps, items, first = [], {}, False
+        steps.append(step)
+        items.update(found)
+    yield _Group(tuple(steps), tuple(items.values()), first)
+
+
+def _advance(
+    path: Path,
+    target: Target,
+    job: _Job,
+    group: _Group,
+    chunk: int,
+    parsed: Sequence[tuple[SealedPartition, Mapping[int, memoryview]]],
+) -> int:
+    """Apply one group's steps to one chunk; return how many chunks were written (0 or 1)."""
+    state = job.places[chunk]
+    steps = [step for step in group.steps if step in path.steps(state)]
+    from_nothing = state < 0 and group.is_first
+    if not steps and not from_nothing:
+        return 0
+    scratch = _scratch(job.space, path.chunk_elements)
+    if from_nothing:
+        scratch.fill(0)
+    else:
+        target.read_chunk(job.space, chunk, scratch)
+    touched = False
+    for step in steps:
+        touched |= _apply_step(path, step, job.space, chunk, parsed, scratch)
+    if not touched and state != UNKNOWN:
+        return 0
+    after = path.after(state, steps[-1]) if steps else path.goal
+    expected, found = path.digest(job.space, chunk, after), crc64(scratch)
+    if expected != found:
+        raise IntegrityError(
+            f"the stored version is defective in chunk {chunk} of {job.space}: verified objects do not give the "
+            "recorded bits; publish the state again as a new version",
+            key=path.states[after].name,
+            expected=f"{expected:016x}",
+            found=f"{found:016x}",
+        )
+    target.write_chunk(job.space, chunk, scratch)
+    events.reached("replay.chunk.written", f"{job.space} {chunk}")
+    return 1
+
+
+def _apply_step(
+    path: Path,
+    step: int,
+    space: str,
+    chunk: int,
+    parsed: Sequence[tuple[SealedPartition, Mapping[int, memoryview]]],
+    bits: NDArray[np.unsignedinteger],
+) -> bool:
+    """Apply one version's chunk, of all writers, to `bits` in place: masks first, then overwrites."""
+    mine = {item.key for item in path.partitions(step, space, chunk)}
+    found = [(item, chunks[chunk]) for item, chunks in parsed if item.key in mine and chunk in chunks]
+    overwrites: dict[str, dict[str, NDArray[np.unsignedinteger]]] = {}
+    for item, data in found:
+        codec, kind = get_codec(item.array.codec), item.array.array.partition("/")[2]
+        if kind == "mask":
+            codec.apply(data, bits)
+        else:
+            dtype = np.dtype(np.uint8) if kind == "present" else uint_dtype(space)
+            writer = item.key.rpartition(f"/{space}/")[0]
+            overwrites.setdefault(writer, {})[kind] = codec.decode(data, dtype, len(bits))
+    for arrays in overwrites.values():
+        if "present" in arrays:
+            present = arrays["present"] != 0
+            bits[present] = arrays["value"][present] if "value" in arrays else 0
+    return bool(found)
+
+
+class _Prefetch:
+    """Fetches partitions in the order of their use, some way ahead, bounded by bytes."""
+
+    def __init__(self, pool: ThreadPoolExecutor, read: Fetch, plan: Sequence[SealedPartition]) -> None:
+        self._pool, self._read, self._plan = pool, read, plan
+        self._next = 0
+        self._taken = 0
+        self._ahead = 0
+        self._futures: list[Future[bytes]] = []
+
+    def _submit(self) -> None:
+        self._futures.append(self._pool.submit(self._read, self._plan[self._next]))
+        self._ahead += self._plan[self._next].partition.nbytes
+        self._next += 1
+
+    def take(self, items: Sequence[SealedPartition]) -> list[bytes]:
+        """Return the next partitions of the plan, which must be `items`."""
+        while self._next < len(self._plan) and (self._next < self._taken + len(items) or self._ahead < GROUP_NBYTES):
+            self._submit()
+        result = []
+        for item in items:
+            result.append(self._futures[self._taken].result())
+            self._futures[self._taken] = _DONE
+            self._taken += 1
+            self._ahead -= item.partition.nbytes
+        return result
+
+    def cancel(self) -> None:
+        """Drop what has not started."""
+        for future in self._futures[self._taken :]:
+            future.cancel()
+
+
+_DONE: Final[Future[bytes]] = Future()
+
+
+def n_workers() -> int:
+    """Return the number of threads for work at memory speed."""
+    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def _scratch(space: str, chunk_elements: int) -> NDArray[np.unsignedinteger]:
+    return np.empty(chunk_elements, uint_dtype(space))
