@@ -152,7 +152,12 @@ def _torch_bits(name: str, tensor: torch.Tensor) -> TensorBits:
     import torch
 
     try:
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1)
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        # Copied as integers: torch makes each true bool 1 when it copies, and owes no NaN payload to anybody.
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        if plain.itemsize in integers:
+            plain = plain.view(integers[plain.itemsize])
+        flat = plain.contiguous().cpu().reshape(-1)
         octets = flat.view(torch.uint8).numpy()
     except (RuntimeError, TypeError) as error:
         raise InvalidInputError(
