@@ -23,7 +23,7 @@ from dcr_store.versions.info import VersionDetail, VersionInfo, detail_of, info_
 
 if TYPE_CHECKING:
     from dcr_store.history.diff import Diff
-    from dcr_store.history.verify import VerifyReport
+    from dcr_store.history.report import VerifyReport
     from dcr_store.ports import ObjectStore
     from dcr_store.publish.baseline import Baseline
     from dcr_store.publish.transaction import Transaction

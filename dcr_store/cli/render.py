@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Final
 from dcr_store.cli.output import escape
 
 if TYPE_CHECKING:
-    from dcr_store.store import Diff, PullResult, VerifyReport, VersionDetail, VersionInfo
+    from dcr_store.history.diff import Diff
+    from dcr_store.history.report import VerifyReport
+    from dcr_store.receive.pull import PullResult
+    from dcr_store.versions.info import VersionDetail, VersionInfo
 
 ROOT_DIGITS: Final = 12
 _UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")

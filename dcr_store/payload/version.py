@@ -19,7 +19,6 @@ from dcr_store.format.documents import SPACES, Array, JournalEntry, Manifest, Ob
 from dcr_store.format.names import TransactionKeys, layout_key, version_name
 from dcr_store.layout.layout import Layout
 from dcr_store.payload import contributions, shard
-from dcr_store.payload.contributions import Rows
 from dcr_store.ports import ObjectStore
 
 Table = NDArray[np.uint64]
@@ -158,6 +157,22 @@ def root_of(layout: Layout, tables: Mapping[str, Table], chunk_elements: int) ->
     return state_root(layout.sha256, {space: (layout.spaces[space], chunk_elements, tables[space]) for space in SPACES})
 
 
+def sealed_partitions(manifest: Manifest, entry: JournalEntry) -> list[SealedPartition]:
+    """Return the partitions of a seal, each with its array; ``FormatError`` if one is of no array."""
+    assert entry.seal is not None
+    keys = TransactionKeys(manifest.line, manifest.version, manifest.txid)
+    arrays = {array.array: array for array in entry.seal.arrays}
+    result = []
+    for item in entry.seal.partitions:
+        if item.array not in arrays:
+            raise FormatError(
+                "the seal names a partition of no array", key=keys.prefix, expected=sorted(arrays), found=item.array
+            )
+        key = keys.partition(entry.writer, item.incarnation, item.array, item.index)
+        result.append(SealedPartition(arrays[item.array], item, key))
+    return result
+
+
 def read_contents(objects: ObjectStore, manifest: Manifest, layout: Layout, chunk_elements: int) -> VersionContents:
     """Read what a manifest leads to.
 
@@ -166,7 +181,6 @@ def read_contents(objects: ObjectStore, manifest: Manifest, layout: Layout, chun
     IntegrityError, FormatError
         If an object is missing, damaged, or does not belong to this version.
     """
-    keys = TransactionKeys(manifest.line, manifest.version, manifest.txid)
     seals: list[tuple[JournalEntry, Seal]] = []
     touched: dict[str, dict[int, tuple[int, int]]] = {space: {} for space in SPACES}
     partitions: list[SealedPartition] = []
@@ -177,19 +191,9 @@ def read_contents(objects: ObjectStore, manifest: Manifest, layout: Layout, chun
         if named != expected or entry.seal is None:
             raise FormatError("is not the seal of this version", key=seal_ref.ref.key, expected=expected, found=named)
         seals.append((entry, entry.seal))
-        arrays = {
-            array.array: _check_array(array, layout, chunk_elements, seal_ref.ref.key) for array in entry.seal.arrays
-        }
-        for partition in entry.seal.partitions:
-            if partition.array not in arrays:
-                raise FormatError(
-                    "names a partition of no array",
-                    key=seal_ref.ref.key,
-                    expected=sorted(arrays),
-                    found=partition.array,
-                )
-            key = keys.partition(entry.writer, partition.incarnation, partition.array, partition.index)
-            partitions.append(SealedPartition(arrays[partition.array], partition, key))
+        for array in entry.seal.arrays:
+            _check_array(array, layout, chunk_elements, seal_ref.ref.key)
+        partitions += sealed_partitions(manifest, entry)
         ref = entry.seal.contributions
         for space, chunk, mask, overwrite, _ in contributions.by_chunk(
             contributions.decode(fetch(objects, ref), ref.key)
@@ -200,7 +204,7 @@ def read_contents(objects: ObjectStore, manifest: Manifest, layout: Layout, chun
     return VersionContents(manifest, layout, tuple(seals), tables, touched, tuple(partitions))
 
 
-def _check_array(array: Array, layout: Layout, chunk_elements: int, key: str) -> Array:
+def _check_array(array: Array, layout: Layout, chunk_elements: int, key: str) -> None:
     space = array.array.partition("/")[0]
     if (array.shape, array.chunk) != (layout.spaces[space], chunk_elements):
         raise FormatError(
@@ -209,18 +213,3 @@ def _check_array(array: Array, layout: Layout, chunk_elements: int, key: str) ->
             expected=(layout.spaces[space], chunk_elements),
             found=(array.shape, array.chunk),
         )
-    return array
-
-
-__all__ = [
-    "Rows",
-    "SealedPartition",
-    "Table",
-    "VersionContents",
-    "fetch",
-    "read_contents",
-    "read_layout",
-    "read_manifest",
-    "read_tables",
-    "root_of",
-]

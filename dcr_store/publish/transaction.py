@@ -36,6 +36,7 @@ from dcr_store.publish.partitions import ChunkSpool, PartitionWriter, read_durab
 from dcr_store.publish.state import AnchorWriter, DeltaWriter, StateWriter, new_tables
 from dcr_store.targets.checkpoint import Checkpoint, open_checkpoint
 from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.info import VersionInfo, info_of
 
 WRITER: Final = "w0"
 _COMPARE_ELEMENTS: Final = 1 << 20
@@ -157,7 +158,7 @@ class Transaction:
         self._files: list[CheckpointFile] = []
         self._stored_files: list[ObjectRef] = []
         self._builder = LayoutBuilder()
-        self._committed: Located | None = None
+        self._committed: VersionInfo | None = None
         weakref.finalize(self, _LIVE.discard, pending.txid)
         self._base: Located | None = None
         self._base_layout: Layout | None = None
@@ -352,13 +353,13 @@ class Transaction:
 
     # ------------------------------------------------------------------ deciding
 
-    def commit(self) -> Located:
+    def commit(self) -> VersionInfo:
         """Make the version.
 
         Returns
         -------
-        Located
-            The committed version.
+        VersionInfo
+            The committed version; again the same if it was committed already.
 
         Raises
         ------
@@ -384,14 +385,15 @@ class Transaction:
         self._state = "committed"
         row = self._log.row(record.version)
         assert row is not None
-        self._committed = located = Located(self.line, row)
+        located = Located(self.line, row)
+        self._committed = info_of(Located(self.line, self._log.complete(row)))
         if isinstance(writer, DeltaWriter):
             self._baseline.advance(located, writer.spool, writer.codec)
         else:
             self._baseline.adopt(located, layout)
         events.reached("publish.baseline.advanced", self.version)
         self._close()
-        return located
+        return self._committed
 
     def _commit(self, layout: Layout, seal: SealRef, rows: dict[str, Any], changed: int) -> Commit:
         objects, chunk_elements = self._catalog.objects, self._catalog.document.chunk_elements

@@ -96,6 +96,14 @@ class SpaceFiles:
             raise InvalidInputError(f"there is no chunk {chunk} of space {space} here", key=str(self.root))
         return self._spaces[space][start : start + self.chunk_elements]
 
+    def elements(self, space: str, start: int, stop: int) -> Bits:
+        """Return the elements at addresses ``[start, stop)``: uintN, read-only, the mapped memory itself."""
+        if start == stop:
+            return np.empty(0, uint_dtype(space))
+        view = self._spaces[space][start:stop]
+        view.flags.writeable = False
+        return view
+
     def read_chunk(self, space: str, chunk: int, out: Bits) -> None:
         """Copy a chunk's current bits into `out`; zeros past the end of the space."""
         check_chunk(self.layout, space, chunk, out, self.chunk_elements, writable=True)

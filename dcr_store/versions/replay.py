@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dcr_store import events
 from dcr_store.codec.digest import crc64, zeros_digest
 from dcr_store.codec.portable import get_codec
-from dcr_store.errors import IntegrityError
+from dcr_store.errors import FormatError, IntegrityError
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import uint_dtype, width
 from dcr_store.payload.version import SealedPartition, Table, VersionContents, fetch
@@ -326,12 +326,15 @@ def _apply_step(
     overwrites: dict[str, dict[str, NDArray[np.unsignedinteger]]] = {}
     for item, data in found:
         codec, kind = get_codec(item.array.codec), item.array.array.partition("/")[2]
-        if kind == "mask":
-            codec.apply(data, bits)
-        else:
+        try:
+            if kind == "mask":
+                codec.apply(data, bits)
+                continue
             dtype = np.dtype(np.uint8) if kind == "present" else uint_dtype(space)
             writer = item.key.rpartition(f"/{space}/")[0]
             overwrites.setdefault(writer, {})[kind] = codec.decode(data, dtype, len(bits))
+        except FormatError as error:
+            raise IntegrityError(f"chunk {chunk} cannot be decoded: {error}", key=item.key) from error
     for arrays in overwrites.values():
         if "present" in arrays:
             present = arrays["present"] != 0

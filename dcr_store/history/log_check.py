@@ -1,0 +1,149 @@
+"""Check a line's log from its first record: form, chain, holes, hint and checkpoints. Names the object that is wrong.
+
+A record whose bytes are not those that its successor (or the hint) attests is the damaged one; where only its own link
+backwards is wrong, it is itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dcr_store.errors import DcrError
+from dcr_store.format import canonical
+from dcr_store.format.names import checkpoint_key, hint_key, record_key
+from dcr_store.format.records import Record, parse_record
+from dcr_store.history.report import Problem
+from dcr_store.log import checkpoints, fold
+from dcr_store.log.fold import LineState, VersionRow
+from dcr_store.versions.catalog import Catalog
+
+
+@dataclass(slots=True)
+class LogCheck:
+    """What is in a log and what is wrong with it. ``sizes`` holds the nbytes of the log's objects."""
+
+    rows: list[VersionRow] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+def check_log(catalog: Catalog, line: str) -> LogCheck:
+    """Read and check everything below ``log/<line>/``."""
+    result = LogCheck()
+    listed = catalog.objects.list(f"log/{line}/")
+    seqs = [int(name) for key in listed if (name := _number(key, f"log/{line}/")) is not None]
+    hint = checkpoints.read_hint(catalog.objects, line)
+    length = max([seq + 1 for seq in seqs] + [0 if hint is None else hint.length])
+    blobs: list[bytes | None] = []
+    for seq in range(length):
+        key = record_key(line, seq)
+        try:
+            blobs.append(catalog.objects.get(key))
+            result.sizes[key] = listed.get(key, 0)
+        except DcrError:
+            blobs.append(None)
+            message = "the log record is missing; restore it from a copy of the store"
+            result.problems.append(Problem(key, message, f"{length} records", "nothing"))
+    attested = hint.last_sha256 if hint is not None and hint.length == length else None
+    records = _parse(line, blobs, result)
+    _check_chain(catalog, line, blobs, records, attested, result)
+    _check_derived(catalog, line, listed, hint, bool(result.rows), result)
+    return result
+
+
+def _number(key: str, prefix: str) -> int | None:
+    name = key.removeprefix(prefix).removesuffix(".json")
+    return int(name) if len(name) == 20 and name.isdecimal() else None
+
+
+def _parse(line: str, blobs: list[bytes | None], result: LogCheck) -> list[Record | None]:
+    records: list[Record | None] = []
+    for seq, data in enumerate(blobs):
+        record = None
+        if data is not None:
+            try:
+                record = parse_record(data, record_key(line, seq))
+            except DcrError as error:
+                result.problems.append(Problem.of(error, record_key(line, seq)))
+        records.append(record)
+    return records
+
+
+def _check_chain(
+    catalog: Catalog,
+    line: str,
+    blobs: list[bytes | None],
+    records: list[Record | None],
+    attested: str | None,
+    result: LogCheck,
+) -> None:
+    """Fold what can be folded, blame breaks, and collect the versions."""
+    found = [None if data is None else canonical.sha256(data) for data in blobs]
+    claims = [record.prev if record is not None else None for record in records[1:]] + [attested]
+    state = LineState(line, 0, catalog.store_sha256)
+    whole = True
+    for seq, record in enumerate(records):
+        data = blobs[seq]
+        if record is None or data is None:
+            whole = False
+            continue
+        contradicted = claims[seq] is not None and claims[seq] != found[seq]
+        successor_is_sound = seq + 1 >= len(records) or claims[seq + 1] is None or claims[seq + 1] == found[seq + 1]
+        if contradicted and successor_is_sound:
+            message = "the log record is not the one that its successor follows; restore it from a copy of the store"
+            result.problems.append(
+                Problem(record_key(line, seq), message, f"sha256 {claims[seq]}", f"sha256 {found[seq]}")
+            )
+        try:
+            if whole:
+                state = fold.apply(state, record, data)
+        except DcrError as error:
+            previous = record_key(line, seq - 1)
+            if not any(problem.key in (previous, record_key(line, seq)) for problem in result.problems):
+                result.problems.append(Problem.of(error, record_key(line, seq)))
+            whole = False
+    result.rows.extend(state.rows)
+    if not whole:
+        result.rows.extend(_rows_beyond(catalog, line, len(state.rows)))
+
+
+def _rows_beyond(catalog: Catalog, line: str, n_known: int) -> list[VersionRow]:
+    """Return the versions after a break, if the checkpoints still tell them."""
+    log = catalog.log(line)
+    try:
+        log.refresh()
+        return log.rows()[n_known:]
+    except DcrError:
+        return []
+
+
+def _check_derived(
+    catalog: Catalog,
+    line: str,
+    listed: dict[str, int],
+    hint: checkpoints.Hint | None,
+    has_versions: bool,
+    result: LogCheck,
+) -> None:
+    """Check hint and checkpoints: they are derived, but a damaged one costs time."""
+    key = hint_key(line)
+    if hint is not None:
+        result.sizes[key] = listed.get(key, 0)
+        if hint.checkpoint is not None and checkpoint_key(line, hint.checkpoint) not in listed:
+            message = "the newest log checkpoint is missing; the next publisher writes another"
+            result.problems.append(Problem(checkpoint_key(line, hint.checkpoint), message, "a checkpoint", "nothing"))
+    elif has_versions:
+        found = "nothing" if key not in listed else "a damaged document"
+        result.problems.append(
+            Problem(key, "the log's hint cannot be used; the next publish renews it", "a hint", found)
+        )
+        if key in listed:
+            result.sizes[key] = listed[key]
+    prefix = f"log/{line}/checkpoints/"
+    for key, nbytes in listed.items():
+        if key.startswith(prefix):
+            result.sizes[key] = nbytes
+            seq = _number(key, prefix)
+            if seq is None or checkpoints.read_checkpoint(catalog.objects, line, seq, catalog.store_sha256) is None:
+                message = "the log checkpoint cannot be used; delete it, it is derived"
+                result.problems.append(Problem(key, message, "a checkpoint of this log", "something else"))

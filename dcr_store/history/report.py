@@ -1,0 +1,74 @@
+"""Problems found by looking, as values. Frozen, with ``to_json``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dcr_store.errors import DcrError
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is not as recorded.
+
+    Attributes
+    ----------
+    key : str
+        The object's key, or a file or tensor of a directory.
+    what : str
+        What is wrong and what to do.
+    expected, found : str or None
+    """
+
+    key: str
+    what: str
+    expected: str | None = None
+    found: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {"key": self.key, "what": self.what, "expected": self.expected, "found": self.found}
+
+    @classmethod
+    def of(cls, error: DcrError, key: str = "") -> Problem:
+        """Return an error as a problem."""
+        expected, found = (None if side is None else str(side) for side in (error.expected, error.found))
+        return cls(error.key or key, str(error.args[0]), expected, found)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification looked at and found.
+
+    Attributes
+    ----------
+    n_objects, nbytes : int
+        Objects read and their bytes.
+    versions : list of str
+        Versions checked.
+    unreferenced : list of str
+        Objects that no committed version needs: of open or dead transactions, or foreign. No problem by themselves.
+    """
+
+    problems: list[Problem]
+    n_objects: int
+    nbytes: int
+    versions: list[str]
+    unreferenced: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "ok": self.ok,
+            "problems": [problem.to_json() for problem in self.problems],
+            "n_objects": self.n_objects,
+            "nbytes": self.nbytes,
+            "versions": self.versions,
+            "unreferenced": self.unreferenced,
+        }

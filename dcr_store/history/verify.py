@@ -1,0 +1,191 @@
+"""Verify a store: the log's chain, then every object that a committed version needs by its SHA-256; deep: replay too.
+
+Lists problems instead of raising, so that one damaged object does not hide another. Reads everything it vouches for.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from dcr_store import events
+from dcr_store.errors import DcrError, NotFoundError
+from dcr_store.format import canonical
+from dcr_store.format.documents import JournalEntry, Manifest, ObjectRef
+from dcr_store.format.names import STORE_KEY, layout_key
+from dcr_store.history.log_check import LogCheck, check_log
+from dcr_store.history.report import Problem, VerifyReport
+from dcr_store.layout.layout import Layout
+from dcr_store.log.fold import VersionRow
+from dcr_store.payload import version as payload
+from dcr_store.targets.space_file import SpaceFiles
+from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.paths import route
+from dcr_store.versions.replay import ZERO, everywhere, replay
+
+_N_READERS: Final = 4
+
+
+class _Findings:
+    """What has been found so far; a key is reported once."""
+
+    def __init__(self) -> None:
+        self.problems: dict[str, Problem] = {}
+        self.checked: dict[str, int] = {}
+        self.referenced: set[str] = {STORE_KEY}
+
+    def add(self, problem: Problem) -> None:
+        self.problems.setdefault(problem.key, problem)
+
+
+def verify(catalog: Catalog, version: str | None = None, *, deep: bool = False) -> VerifyReport:
+    """Check a store.
+
+    Parameters
+    ----------
+    version : str, optional
+        Check only what this version needs, back to its anchor, and the log of its line.
+    deep : bool
+        Replay the versions too and compare every chunk with its digest.
+    """
+    findings = _Findings()
+    _check_store_document(catalog, findings)
+    chosen: Located | None = None
+    if version is not None:
+        chosen = catalog.resolve(version)
+    lines = catalog.lines() if chosen is None else [chosen.line]
+    versions: list[Located] = []
+    for line in lines:
+        checked = check_log(catalog, line)
+        _take_log(findings, checked)
+        rows = checked.rows if chosen is None else [item.row for item in catalog.chain(chosen)]
+        versions += [Located(line, row) for row in rows]
+    for done, located in enumerate(versions):
+        events.progress("verify", done, len(versions))
+        _check_version(catalog, located, findings)
+    if deep:
+        _replay_all(catalog, versions, findings)
+    unreferenced = [] if chosen is not None else sorted(set(catalog.objects.list("")) - findings.referenced)
+    return VerifyReport(
+        list(findings.problems.values()),
+        len(findings.checked),
+        sum(findings.checked.values()),
+        [located.name for located in versions],
+        unreferenced,
+    )
+
+
+def _check_store_document(catalog: Catalog, findings: _Findings) -> None:
+    try:
+        data = catalog.objects.get(STORE_KEY)
+        canonical.check_sha256(data, catalog.store_sha256, STORE_KEY)
+        findings.checked[STORE_KEY] = len(data)
+    except DcrError as error:
+        findings.add(Problem.of(error, STORE_KEY))
+
+
+def _take_log(findings: _Findings, checked: LogCheck) -> None:
+    for problem in checked.problems:
+        findings.add(problem)
+    findings.checked.update(checked.sizes)
+    findings.referenced.update(checked.sizes)
+
+
+def _check_refs(catalog: Catalog, refs: Iterable[ObjectRef], findings: _Findings) -> None:
+    """Read objects, in parallel, and compare them with their references."""
+
+    def look(ref: ObjectRef) -> tuple[ObjectRef, DcrError | None]:
+        try:
+            payload.fetch(catalog.objects, ref)
+        except DcrError as error:
+            return ref, error
+        return ref, None
+
+    todo = {ref.key: ref for ref in refs if ref.key not in findings.checked}
+    with ThreadPoolExecutor(_N_READERS) as pool:
+        for ref, error in pool.map(look, todo.values()):
+            findings.referenced.add(ref.key)
+            findings.checked[ref.key] = ref.nbytes
+            if error is not None:
+                findings.add(Problem.of(error, ref.key))
+
+
+def _check_version(catalog: Catalog, located: Located, findings: _Findings) -> None:
+    """Check all that a version's commit record leads to."""
+    row = located.row
+    findings.referenced.add(row.manifest.key)
+    layout = _check_layout(catalog, row, findings)
+    try:
+        manifest = payload.read_manifest(catalog.objects, row.manifest)
+        findings.checked[row.manifest.key] = row.manifest.nbytes
+    except DcrError as error:
+        findings.add(Problem.of(error, row.manifest.key))
+        return
+    _check_refs(catalog, _refs_of(catalog, manifest, findings), findings)
+    if layout is not None and not any(key in findings.problems for key in _keys_of(manifest)):
+        try:
+            payload.read_tables(catalog.objects, manifest, layout, catalog.document.chunk_elements)
+        except DcrError as error:
+            findings.add(Problem.of(error, located.name))
+
+
+def _check_layout(catalog: Catalog, row: VersionRow, findings: _Findings) -> Layout | None:
+    key = layout_key(row.layout)
+    findings.referenced.add(key)
+    try:
+        layout = payload.read_layout(catalog.objects, row.layout)
+    except DcrError as error:
+        findings.add(Problem.of(error, key))
+        return None
+    findings.checked[key] = len(layout.to_json_bytes())
+    return layout
+
+
+def _keys_of(manifest: Manifest) -> list[str]:
+    return [ref.key for item in manifest.digests.values() for ref in (item.zarr, item.table)]
+
+
+def _refs_of(catalog: Catalog, manifest: Manifest, findings: _Findings) -> list[ObjectRef]:
+    """Return all objects that a manifest leads to."""
+    refs = [ref for item in manifest.digests.values() for ref in (item.zarr, item.table)]
+    refs += [file.ref for file in manifest.files]
+    for seal_ref in manifest.seals:
+        refs.append(seal_ref.ref)
+        try:
+            entry = JournalEntry.from_bytes(payload.fetch(catalog.objects, seal_ref.ref), seal_ref.ref.key)
+        except DcrError as error:
+            findings.add(Problem.of(error, seal_ref.ref.key))
+            continue
+        if entry.seal is None:
+            continue
+        refs += [array.zarr for array in entry.seal.arrays]
+        refs += [entry.seal.contributions, *entry.seal.journal, *entry.seal.files]
+        refs += [item.ref for item in payload.sealed_partitions(manifest, entry)]
+    return refs
+
+
+def _replay_all(catalog: Catalog, versions: list[Located], findings: _Findings) -> None:
+    """Replay versions in order, each from the one before where it can, onto flat files in a temporary directory."""
+    with tempfile.TemporaryDirectory(prefix="dcr-verify-") as directory:
+        files: SpaceFiles | None = None
+        before: Located | None = None
+        for located in versions:
+            events.reached("verify.replay", located.name)
+            try:
+                way = route(catalog, located)
+                goes_on = (
+                    before is not None and located.row.base is not None and before.row.root == located.row.base.root
+                )
+                if files is None or not goes_on:
+                    fresh = tempfile.mkdtemp(dir=directory)
+                    files = SpaceFiles(fresh, catalog.layout(located.row.layout), way.path.chunk_elements, create=True)
+                    places = everywhere(way.path, ZERO)
+                else:
+                    places = everywhere(way.path, way.path.goal - 1)
+                replay(catalog.objects, way.path, files, places)
+                before = located
+            except (DcrError, NotFoundError) as error:
+                findings.add(Problem.of(error, located.name))
+                files, before = None, None
