@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from dcr_store.codec import kernels, sparse
+from dcr_store.codec.arguments import check_out, check_target, checked_bits, checked_dtype, checked_sparse
 from dcr_store.codec.streams import StreamReader
 from dcr_store.codec.values import append_planes, choose_rotation, read_planes
 from dcr_store.errors import FormatError, InvalidInputError
@@ -32,7 +33,6 @@ SPARSE: Final = 3
 BITMAP: Final = 4
 METHODS: Final = (ZERO, RAW, DENSE, SPARSE, BITMAP)
 HEADER_NBYTES: Final = 8
-MAX_ELEMENTS: Final = (1 << 32) - 1
 # From this share of non-zero elements on they may be an anchor's bits, for which dense is best.
 _DENSE_FROM: Final = 0.95
 _SAMPLE: Final = 1 << 12
@@ -59,13 +59,15 @@ def encode(mask: Bits, base: Bits | None = None) -> bytes:
         `mask` has another dtype, shape or length.
     """
     mask = checked_bits(mask, "mask")
+    engine = kernels.engine(mask.nbytes)
     flags = mask != 0
     n = int(np.count_nonzero(flags))
     if n >= _DENSE_FROM * len(mask) and not _looks_like_mask(mask):
         return _encode_dense(mask)
     if sparse.suits_bitmap(n, -(-len(mask) // 8)):  # whichever bytes they fall into
-        return _encode_bitmap(np.packbits(flags, bitorder="little"), mask[flags], len(mask))
-    positions, values = kernels.engine().find_nonzero(mask)
+        values = mask if n == len(mask) else mask[flags]
+        return _encode_bitmap(np.packbits(flags, bitorder="little"), values, len(mask))
+    positions, values = engine.find_nonzero(mask)
     return _encode_sparse(positions, values, len(mask))
 
 
@@ -90,31 +92,12 @@ def encode_sparse(positions: NDArray[np.uint32], values: Bits, n_elements: int, 
     """
     values = checked_sparse(positions, values, n_elements)
     positions = np.ascontiguousarray(positions)
+    kernels.engine(values.dtype.itemsize * n_elements)
     if len(positions) >= _DENSE_FROM * n_elements:
         mask = np.zeros(n_elements, values.dtype)
         mask[positions] = values
         return encode(mask)
     return _encode_sparse(positions, values, n_elements)
-
-
-def checked_sparse(positions: NDArray[np.uint32], values: Bits, n_elements: int) -> Bits:
-    """Return `values`, C-contiguous, or refuse what ``encode_sparse`` refuses."""
-    values = checked_bits(values, "values", empty=True)
-    if positions.dtype != np.uint32 or positions.shape != values.shape:
-        raise InvalidInputError(
-            "positions do not fit values",
-            expected=f"uint32 of shape {values.shape}",
-            found=f"{positions.dtype} of shape {positions.shape}",
-        )
-    if not 1 <= n_elements <= MAX_ELEMENTS:
-        raise InvalidInputError("impossible number of elements", expected=f"1 to {MAX_ELEMENTS}", found=n_elements)
-    if len(positions) and (positions[-1] >= n_elements or np.any(positions[1:] <= positions[:-1])):
-        raise InvalidInputError(
-            "positions must ascend below the number of elements", expected=n_elements, found=int(positions.max())
-        )
-    if not values.all():
-        raise InvalidInputError("values of a sparse chunk must not be zero", expected="non-zero", found=0)
-    return values
 
 
 def decode(data: Bytes, dtype: DTypeLike, n_elements: int, out: Bits | None = None) -> Bits:
@@ -143,7 +126,7 @@ def decode(data: Bytes, dtype: DTypeLike, n_elements: int, out: Bits | None = No
     if out is None:
         out = np.empty(n_elements, dtype)
     check_out(out, dtype, n_elements)
-    engine = kernels.engine()
+    engine = kernels.engine(dtype.itemsize * n_elements)
     if method == SPARSE:
         positions, values = sparse.decode_gaps(body, dtype, n_elements, k, mode)
         out[:] = 0
@@ -173,7 +156,7 @@ def decode_sparse(data: Bytes, dtype: DTypeLike, n_elements: int) -> tuple[NDArr
     """
     method, k, mode, body = _open(data, dtype, n_elements)
     dtype = np.dtype(dtype)
-    engine = kernels.engine()
+    engine = kernels.engine(dtype.itemsize * n_elements)
     if method == SPARSE:
         return sparse.decode_gaps(body, dtype, n_elements, k, mode)
     if method == BITMAP:
@@ -181,8 +164,7 @@ def decode_sparse(data: Bytes, dtype: DTypeLike, n_elements: int) -> tuple[NDArr
         return engine.find_flags(bitmap, n_elements), values
     if method == ZERO:
         return np.empty(0, np.uint32), np.empty(0, dtype)
-    found: tuple[NDArray[np.uint32], Bits] = engine.find_nonzero(decode(data, dtype, n_elements))
-    return found
+    return engine.find_nonzero(decode(data, dtype, n_elements))
 
 
 def apply(data: Bytes, bits: Bits, base: Bits | None = None) -> int:
@@ -210,7 +192,8 @@ def apply(data: Bytes, bits: Bits, base: Bits | None = None) -> int:
         `bits` has another dtype or dimension, or is read-only.
     """
     check_target(bits)
-    if data[:1] in (bytes((ZERO,)), bytes((SPARSE,))):
+    method, *_ = _open(data, bits.dtype, len(bits))
+    if method in (ZERO, SPARSE):
         positions, values = decode_sparse(data, bits.dtype, len(bits))
         kernels.engine().xor_at(bits, positions, values)
         return len(positions)
@@ -246,8 +229,7 @@ def find_changes(base: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits]:
             expected=f"{base.dtype} {base.shape}",
             found=f"{new.dtype} {new.shape}",
         )
-    found: tuple[NDArray[np.uint32], Bits] = kernels.engine().find_changes(base, new)
-    return found
+    return kernels.engine(new.nbytes).find_changes(base, new)
 
 
 def is_zero(data: Bytes) -> bool:
@@ -327,42 +309,3 @@ def _open(data: Bytes, dtype: DTypeLike, n_elements: int) -> tuple[int, int, int
     if method == ZERO:
         body.finish()
     return method, k, mode, body
-
-
-def checked_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """Return `dtype`, or refuse one that chunks do not hold."""
-    dtype = np.dtype(dtype)
-    if dtype.kind != "u" or not dtype.isnative:
-        raise InvalidInputError("chunks hold native unsigned integers", expected="uint8, 16, 32, 64", found=str(dtype))
-    return dtype
-
-
-def checked_bits(bits: Bits, what: str, *, empty: bool = False) -> Bits:
-    """Return `bits`, C-contiguous, or refuse what is no chunk."""
-    if bits.dtype.kind != "u" or not bits.dtype.isnative or bits.ndim != 1:
-        raise InvalidInputError(
-            f"{what} must be a 1-D array of native unsigned integers; take a view",
-            expected="uintN, 1-D",
-            found=f"{bits.dtype}, {bits.ndim}-D",
-        )
-    if not (0 if empty else 1) <= len(bits) <= MAX_ELEMENTS:
-        raise InvalidInputError(f"{what} of an impossible length", expected=f"1 to {MAX_ELEMENTS}", found=len(bits))
-    return np.ascontiguousarray(bits)
-
-
-def check_target(bits: Bits) -> None:
-    """Refuse bits that no chunk can be applied to."""
-    checked_dtype(bits.dtype)
-    if bits.ndim != 1 or not bits.flags.writeable:
-        found = f"{bits.ndim}-D, {'writable' if bits.flags.writeable else 'read-only'}"
-        raise InvalidInputError("cannot apply a chunk to these bits", expected="1-D, writable", found=found)
-
-
-def check_out(out: Bits, dtype: np.dtype[Any], n_elements: int) -> None:
-    """Refuse an `out` that a chunk cannot be decoded into."""
-    if out.dtype != dtype or out.shape != (n_elements,) or not out.flags.c_contiguous or not out.flags.writeable:
-        raise InvalidInputError(
-            "out does not fit",
-            expected=f"writable, contiguous {dtype} of shape ({n_elements},)",
-            found=f"{out.dtype} of shape {out.shape}",
-        )

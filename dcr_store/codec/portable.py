@@ -13,6 +13,7 @@ import numpy as np
 from numcodecs import blosc
 
 from dcr_store.codec import chunk, kernels
+from dcr_store.codec.arguments import check_out, check_target, checked_bits, checked_dtype, checked_sparse
 from dcr_store.errors import FormatError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class PortableCodec:
 
     def encode(self, mask: Bits, base: Bits | None = None) -> bytes:
         """Encode a chunk given whole, as ``chunk.encode`` does."""
-        mask = chunk.checked_bits(mask, "mask")
+        mask = checked_bits(mask, "mask")
         encoded: bytes = blosc.compress(mask, BLOSC_CNAME.encode(), BLOSC_CLEVEL, blosc.SHUFFLE, 0)
         return encoded
 
@@ -102,14 +103,14 @@ class PortableCodec:
         self, positions: NDArray[np.uint32], values: Bits, n_elements: int, base: Bits | None = None
     ) -> bytes:
         """Encode a chunk given by its non-zero elements, as ``chunk.encode_sparse`` does."""
-        values = chunk.checked_sparse(positions, values, n_elements)
+        values = checked_sparse(positions, values, n_elements)
         mask = np.zeros(n_elements, values.dtype)
         mask[positions] = values
         return self.encode(mask)
 
     def decode(self, data: Bytes, dtype: DTypeLike, n_elements: int, out: Bits | None = None) -> Bits:
         """Decode a chunk whole, as ``chunk.decode`` does."""
-        dtype = chunk.checked_dtype(dtype)
+        dtype = checked_dtype(dtype)
         nbytes = dtype.itemsize * n_elements
         view = memoryview(data).cast("B")
         if len(view) < _BLOSC_HEADER_NBYTES or view[0] != _BLOSC_VERSION:
@@ -119,7 +120,7 @@ class PortableCodec:
             raise FormatError("blosc chunk of another length", expected=(nbytes, len(view)), found=promised)
         if out is None:
             out = np.empty(n_elements, dtype)
-        chunk.check_out(out, dtype, n_elements)
+        check_out(out, dtype, n_elements)
         try:
             blosc.decompress(view, out)
         except (RuntimeError, ValueError) as error:
@@ -128,12 +129,12 @@ class PortableCodec:
 
     def decode_sparse(self, data: Bytes, dtype: DTypeLike, n_elements: int) -> tuple[NDArray[np.uint32], Bits]:
         """Decode the non-zero elements of a chunk, as ``chunk.decode_sparse`` does."""
-        found: tuple[NDArray[np.uint32], Bits] = kernels.engine().find_nonzero(self.decode(data, dtype, n_elements))
-        return found
+        mask = self.decode(data, dtype, n_elements)
+        return kernels.engine(mask.nbytes).find_nonzero(mask)
 
     def apply(self, data: Bytes, bits: Bits, base: Bits | None = None) -> int:
         """XOR a chunk into bits in place, as ``chunk.apply`` does."""
-        chunk.check_target(bits)
+        check_target(bits)
         mask = self.decode(data, bits.dtype, len(bits))
         np.bitwise_xor(bits, mask, out=bits)
         return int(np.count_nonzero(mask))

@@ -86,7 +86,6 @@ def decode_gaps(body: StreamReader, dtype: np.dtype[Any], n_elements: int, k: in
         plane_nbytes = -(-n // 8)
         low = body.read_stream("low bits of the gaps", k * plane_nbytes)
         refuse_unused_bits("low bits of the gaps", low[plane_nbytes - 1 :: plane_nbytes], n % 8)
-    positions: U32
     positions, last = kernels.engine().join_gaps(high, low, n, k)
     if last < 0:
         raise FormatError("gaps do not hold as many gaps as elements", expected=n, found="more, fewer or a carry last")

@@ -94,8 +94,7 @@ def read_values(body: StreamReader, dtype: np.dtype[Any], n: int, rotation: int,
     engine.join_planes(read_planes(body, dtype, n_apart), rotation, apart)
     if not apart.all():
         raise FormatError("a value of a changed element is zero", expected="non-zero values", found=0)
-    values: Bits = engine.unpack_values(codes, apart, n) if mode == CODED else apart
-    return values
+    return engine.unpack_values(codes, apart, n) if mode == CODED else apart
 
 
 def read_planes(body: StreamReader, dtype: np.dtype[Any], n: int) -> Sequence[U8]:

@@ -1,0 +1,305 @@
+"""The inner loops of the chunk coding, compiled by numba; see ``kernels_numpy`` for what each does.
+
+Kernels are compiled when first called for a width, and kept in numba's cache on disk where that can be written.
+They run without the GIL and in one thread. They check no index: callers pass what was checked.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import numba
+import numpy as np
+
+from dcr_store.codec import kernels_numpy
+from dcr_store.codec.kernels_numpy import count_escapes, join_planes, split_planes, unpack_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    U8 = NDArray[np.uint8]
+    U32 = NDArray[np.uint32]
+    U64 = NDArray[np.uint64]
+    Bits = NDArray[np.unsignedinteger[Any]]
+
+__all__ = [
+    "count_escapes",
+    "find_changes",
+    "find_flags",
+    "find_nonzero",
+    "join_gaps",
+    "join_planes",
+    "pack_flags",
+    "pack_values",
+    "split_gaps",
+    "split_planes",
+    "spread",
+    "unpack_values",
+    "xor_at",
+]
+
+_GROUP: Final = 8  # words
+_BLOCK: Final = 1 << 13  # words
+
+_kernels: Final[dict[tuple[str, ...], Callable[..., Any]]] = {}
+_compiling: Final = threading.Lock()
+
+
+def find_changes(base: Bits, new: Bits) -> tuple[U32, Bits]:
+    """Return the positions at which two arrays differ, and the masks ``base ^ new`` there."""
+    if not (base.flags.aligned and new.flags.aligned):
+        return kernels_numpy.find_changes(base, new)
+    n_whole = _n_in_whole_words(new)
+    return _find(new, base[:n_whole].view(np.uint64), -1, base[n_whole:] ^ new[n_whole:])
+
+
+def find_nonzero(mask: Bits) -> tuple[U32, Bits]:
+    """Return the positions of the non-zero elements of a mask, and their values."""
+    if not mask.flags.aligned:
+        return kernels_numpy.find_nonzero(mask)
+    return _find(mask, np.zeros(_GROUP, np.uint64), _GROUP - 1, mask[_n_in_whole_words(mask) :])
+
+
+def _n_in_whole_words(bits: Bits) -> int:
+    return len(bits) - len(bits) % (8 // bits.dtype.itemsize)
+
+
+def _find(bits: Bits, base: U64, base_mask: int, rest: Bits) -> tuple[U32, Bits]:
+    """Find what `bits` differ in from `base`, of which word ``i & base_mask`` belongs to word `i` of `bits`."""
+    n_rest = len(rest)
+    positions = np.empty(len(bits) + 8, np.uint32)
+    masks = np.empty(len(bits) + 8, bits.dtype)
+    kernel = _kernel(_find_in_words, "uint64", "uint64", "", "uint32 out", bits.dtype.name + " out")
+    n = kernel(bits[: len(bits) - n_rest].view(np.uint64), base, base_mask, positions, masks)
+    lanes = rest.nonzero()[0]
+    positions[n : n + len(lanes)] = lanes + (len(bits) - n_rest)
+    masks[n : n + len(lanes)] = rest[lanes]
+    n += len(lanes)
+    return positions[:n].copy(), masks[:n].copy()
+
+
+def split_gaps(gaps: U32, k: int) -> tuple[U8, U8]:
+    """Split gaps into bytes with carries of what is above their `k` low bits, and the bit planes of these."""
+    n_high = _kernel(_count_gap_bytes, "uint32", "")(gaps, k)
+    high, low = np.empty(n_high, np.uint8), np.zeros(k * -(-len(gaps) // 8), np.uint8)
+    _kernel(_split_gaps, "uint32", "", "uint8 out", "uint8 out")(gaps, k, high, low)
+    return high, low
+
+
+def join_gaps(high: U8, low: U8, n: int, k: int) -> tuple[U32, int]:
+    """Return the positions that `n` gaps lead to, and the last one; -1 if `high` does not hold `n` gaps."""
+    positions = np.empty(len(high), np.uint32)
+    last = _kernel(_join_gaps, "uint8", "uint8", "", "", "uint32 out")(high, low, n, k, positions)
+    return positions[:n], last
+
+
+def pack_flags(positions: U32, n_elements: int) -> U8:
+    """Return a bitmap in which the bits at `positions` are set."""
+    bitmap = np.zeros(-(-n_elements // 8), np.uint8)
+    _kernel(_pack_flags, "uint32", "uint8 out")(positions, bitmap)
+    return bitmap
+
+
+def find_flags(bitmap: U8, n_elements: int) -> U32:
+    """Return the positions of the bits that are set."""
+    positions = np.empty(n_elements + 8, np.uint32)
+    n = _kernel(_find_flags, "uint8", "uint32 out")(bitmap, positions)
+    return positions[:n].copy()
+
+
+def spread(bitmap: U8, values: Bits, out: Bits) -> None:
+    """Overwrite `out` with `values` where bits of `bitmap` are set, as many, and with 0 elsewhere."""
+    if not out.flags.aligned:
+        kernels_numpy.spread(bitmap, values, out)
+    elif len(values) == len(out):
+        out[:] = values
+    else:
+        _kernel(_spread, "uint8", out.dtype.name, out.dtype.name + " out")(bitmap, values, out)
+
+
+def pack_values(values: Bits) -> tuple[U8, Bits]:
+    """Return the packed 2-bit codes of values, and the values that have none."""
+    if not values.flags.aligned:
+        return kernels_numpy.pack_values(values)
+    codes = np.zeros(-(-len(values) // 4), np.uint8)
+    escaped = np.empty(len(values) + 1, values.dtype)
+    n = _kernel(_pack_values, values.dtype.name, "uint8 out", values.dtype.name + " out")(values, codes, escaped)
+    return codes, escaped[:n]
+
+
+def xor_at(bits: Bits, positions: U32, values: Bits) -> None:
+    """XOR values into `bits`, of any stride, at ascending, distinct positions, in place."""
+    if bits.flags.aligned and bits.flags.c_contiguous:
+        _kernel(_xor_at, "uint32", bits.dtype.name, bits.dtype.name + " out")(positions, values, bits)
+    else:
+        kernels_numpy.xor_at(bits, positions, values)
+
+
+def _kernel(function: Callable[..., Any], *arguments: str) -> Callable[..., Any]:
+    """Return `function` compiled for arguments: an array's dtype, with ``out`` if written to, or nothing for an int."""
+    key = (function.__name__, *arguments)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        with _compiling:
+            kernel = _kernels.get(key) or _compile(function, arguments)
+            _kernels[key] = kernel
+    return kernel
+
+
+def _compile(function: Callable[..., Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
+    signature = tuple(_numba_type(argument) for argument in arguments)
+    kernel: Callable[..., Any]
+    try:
+        kernel = numba.njit(signature, nogil=True, cache=True)(function)
+    except RuntimeError:  # no directory for the cache can be written
+        kernel = numba.njit(signature, nogil=True)(function)
+    return kernel
+
+
+def _numba_type(argument: str) -> Any:
+    if not argument:
+        return numba.int64
+    dtype, _, out = argument.partition(" ")
+    # A mutable array may be passed for a read-only one, but not the other way round.
+    return numba.types.Array(getattr(numba, dtype), 1, "C", readonly=not out)
+
+
+# In numba an operation on uint64 and int64 gives float64: constants that meet uint64 are made uint64.
+
+
+def _find_in_words(bits: U64, base: U64, base_mask: int, positions: U32, masks: Bits) -> Any:
+    # Groups of words that differ, then words, then elements. A branch skips groups; words and elements are all written
+    # down, and the index steps on only if they differ: branches would be mispredicted too often.
+    hits = np.empty(_BLOCK + 1, np.uint64)
+    words = np.empty(_BLOCK + 1, np.uint64)
+    in_word = 8 // masks.itemsize
+    n_bits = np.uint64(8 * masks.itemsize)
+    wrap = np.uint64(base_mask)
+    n = np.uint64(0)
+    for start in range(0, len(bits), _BLOCK):
+        stop = min(start + _BLOCK, len(bits))
+        stop_groups = stop - (stop - start) % _GROUP
+        n_hits = np.uint64(0)
+        for group in range(start, stop_groups, _GROUP):
+            i = np.uint64(group)
+            j = i & wrap
+            differ = np.uint64(0)
+            for step in range(_GROUP):
+                differ |= bits[i + np.uint64(step)] ^ base[j + np.uint64(step)]
+            if differ != np.uint64(0):
+                for step in range(_GROUP):
+                    differ = bits[i + np.uint64(step)] ^ base[j + np.uint64(step)]
+                    hits[n_hits] = i + np.uint64(step)
+                    words[n_hits] = differ
+                    n_hits += np.uint64(differ != np.uint64(0))
+        for rest in range(stop_groups, stop):
+            i = np.uint64(rest)
+            differ = bits[i] ^ base[i & wrap]
+            hits[n_hits] = i
+            words[n_hits] = differ
+            n_hits += np.uint64(differ != np.uint64(0))
+        for hit in range(n_hits):
+            first = hits[hit] * np.uint64(in_word)
+            differ = words[hit]
+            for lane in range(in_word):
+                mask = masks.dtype.type(differ)
+                positions[n] = first + np.uint64(lane)
+                masks[n] = mask
+                n += np.uint64(mask != 0)
+                if in_word > 1:
+                    differ >>= n_bits
+    return n
+
+
+def _count_gap_bytes(gaps: U32, k: int) -> Any:
+    n = np.int64(len(gaps))
+    shift = np.uint32(k)
+    for gap in gaps:
+        n += np.int64((gap >> shift) // np.uint32(255))
+    return n
+
+
+def _split_gaps(gaps: U32, k: int, high: U8, low: U8) -> None:
+    n = np.uint64(0)
+    plane_nbytes = (len(gaps) + 7) // 8
+    for i in range(len(gaps)):
+        gap = np.int64(gaps[i])
+        for plane in range(k):
+            low[plane * plane_nbytes + (i >> 3)] |= (gap >> plane & 1) << (i & 7)
+        gap >>= k
+        while gap >= 255:
+            high[n] = 255
+            n += np.uint64(1)
+            gap -= 255
+        high[n] = gap
+        n += np.uint64(1)
+
+
+def _join_gaps(high: U8, low: U8, n: int, k: int, positions: U32) -> Any:
+    # Writes len(high) positions at most, however many gaps the bytes hold.
+    plane_nbytes = np.uint64((n + 7) // 8)
+    position = np.int64(-1)
+    found = np.uint64(0)
+    if k == 0:
+        for octet in high:
+            ends = np.int64(octet != 255)
+            position += np.int64(octet) + ends
+            positions[found] = position
+            found += np.uint64(ends)
+    else:
+        for octet in high:
+            position += np.int64(octet) << k
+            if octet != 255 and found < np.uint64(n):
+                rest = np.int64(1)
+                for plane in range(k):
+                    bits = low[np.uint64(plane) * plane_nbytes + (found >> np.uint64(3))]
+                    rest += np.int64(bits >> (found & np.uint64(7)) & np.uint64(1)) << plane
+                position += rest
+                positions[found] = position
+            found += np.uint64(octet != 255)
+    return position if found == np.uint64(n) and high[len(high) - 1] != 255 else -1
+
+
+def _pack_flags(positions: U32, bitmap: U8) -> None:
+    for position in positions:
+        bitmap[position >> np.uint32(3)] |= np.uint8(1) << (position & np.uint32(7))
+
+
+def _find_flags(bitmap: U8, positions: U32) -> Any:
+    n = np.uint64(0)
+    for i in range(len(bitmap)):
+        octet = bitmap[i]
+        if octet:
+            for j in range(8):
+                positions[n] = 8 * i + j
+                n += np.uint64(octet >> j & 1)
+    return n
+
+
+def _spread(bitmap: U8, values: Bits, out: Bits) -> None:
+    n = np.uint64(0)
+    last = np.uint64(len(values) - 1)
+    for i in range(len(out)):
+        flag = np.uint64(bitmap[i >> 3] >> (i & 7) & 1)
+        out[i] = values[min(n, last)] * flag
+        n += flag
+
+
+def _pack_values(values: Bits, codes: U8, escaped: Bits) -> Any:
+    n = np.uint64(0)
+    for index in range(len(values)):
+        i = np.uint64(index)
+        value = values[i]
+        code = np.uint64(3 - 3 * (value == 1) - 2 * (value == 3) - (value == 7))
+        codes[i >> np.uint64(2)] |= code << (np.uint64(2) * (i & np.uint64(3)))
+        escaped[n] = value
+        n += np.uint64(code == np.uint64(3))
+    return n
+
+
+def _xor_at(positions: U32, values: Bits, bits: Bits) -> None:
+    for i in range(len(positions)):
+        bits[positions[i]] ^= values[i]
