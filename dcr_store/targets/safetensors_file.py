@@ -23,6 +23,7 @@ from dcr_store.errors import FormatError, InvalidInputError, NotFoundError, Stor
 from dcr_store.format import canonical
 from dcr_store.layout.dtypes import DTYPES, DType, dtype, n_elements, shown
 from dcr_store.layout.layout import name_problem
+from dcr_store.targets.file_bytes import read_exactly
 
 MAX_HEADER_NBYTES: Final = 100_000_000
 METADATA: Final = "__metadata__"
@@ -99,28 +100,21 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         raise NotFoundError("there is no such file", key=name) from error
     except OSError as error:
         raise StorageError(f"cannot be opened: {error.strerror}", key=name) from error
-    with open(fd, "rb", buffering=0) as file:  # noqa: PTH123 (an open descriptor)
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise InvalidInputError("is no regular file", key=name)
-        try:
-            prefix = _read_exactly(file, min(8, status.st_size))
-            length = _header_length(prefix, status.st_size, name)
-            raw = prefix + _read_exactly(file, length)
-        except OSError as error:
-            raise StorageError(f"cannot be read: {error.strerror}", key=name) from error
-    return parse_header(raw, status.st_size, name)
-
-
-def _read_exactly(file: Any, nbytes: int) -> bytes:
-    parts = []
-    while nbytes:
-        part = file.read(nbytes)
-        if not part:
-            break  # the file became shorter; parsing says so
-        parts.append(part)
-        nbytes -= len(part)
-    return b"".join(parts)
+            raise InvalidInputError(
+                "is no file", key=name, expected="a regular file", found=stat.filemode(status.st_mode)
+            )
+        prefix = os.pread(fd, 8, 0)
+        length = _header_length(prefix, status.st_size, name)
+        raw = bytearray(8 + length)
+        read_exactly(fd, 0, [memoryview(raw)], name)
+    except OSError as error:
+        raise StorageError(f"cannot be read: {error.strerror}", key=name) from error
+    finally:
+        os.close(fd)
+    return parse_header(bytes(raw), status.st_size, name)
 
 
 def _header_length(prefix: bytes, nbytes: int, name: str) -> int:
@@ -256,12 +250,19 @@ def make_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Map
             problem = problem or ("it is reserved" if name == METADATA else "another tensor has it")
             raise InvalidInputError(f"{shown(name)} cannot name a tensor: {problem}")
         if row.name not in FILE_DTYPES:
-            raise InvalidInputError("has a dtype that safetensors files cannot hold", key=name, found=row.name)
+            raise InvalidInputError(
+                "has a dtype that safetensors files cannot hold; convert it",
+                key=name,
+                expected="another",
+                found=row.name,
+            )
         begin, end = end, end + _n_bytes(row, shape)
         document[name] = {"data_offsets": [begin, end], "dtype": row.name, "shape": shape}
     if metadata is not None:
         if not all(isinstance(text, str) for text in metadata.values()):
-            raise InvalidInputError("the metadata of a safetensors file holds texts only", found=shown(metadata))
+            raise InvalidInputError(
+                "metadata of a safetensors file are wrong", expected="texts under names", found=shown(dict(metadata))
+            )
         document[METADATA] = dict(metadata)
     data = canonical.encode(document)
     data += b" " * (-len(data) % _ALIGNMENT_NBYTES)
