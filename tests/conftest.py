@@ -1,0 +1,25 @@
+"""Fixtures that all tests share: real servers, made once, and the snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.servers import SeaweedS3
+from tests.states import real_snapshots, series, write_hf
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[SeaweedS3]:
+    """A real S3 server on loopback."""
+    with SeaweedS3() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints of one training run, in order: the real ones where present, else made."""
+    out = tmp_path_factory.mktemp("snapshots")
+    return real_snapshots(out) or [write_hf(out / f"step{i}", state, step=i) for i, state in enumerate(series(6))]
