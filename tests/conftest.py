@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.servers import SeaweedS3
-from tests.states import real_snapshots, series, write_hf
+from servers import SeaweedS3
+from states import real_snapshots, series, write_hf
 
 
 @pytest.fixture(scope="session")
