@@ -142,12 +142,12 @@ class DirectoryTarget:
         start, stop = check_chunk(self.layout, space, chunk, out, self.chunk_elements, writable=True)
         out[:] = 0
         self._read(self._map.first[space], start, stop, out)
-        for other_map in self._map.others[space]:
-            other = out.copy()
-            self._read(other_map, start, stop, other)
-            differs = np.flatnonzero(other != out)
-            mine, theirs = out[differs], other[differs]
-            out[differs] = np.where(mine ^ 1 != theirs, mine ^ 1, mine ^ 2)
+        if self._map.others[space]:
+            copies = [out]
+            for other_map in self._map.others[space]:
+                copies.append(out.copy())
+                self._read(other_map, start, stop, copies[-1])
+            _spoil_where_copies_differ(copies)
 
     def _read(self, space_map: SpaceMap, start: int, stop: int, out: Bits) -> None:
         data = out.view(np.uint8).data
@@ -277,6 +277,15 @@ class DirectoryTarget:
         if found != header:
             return FileProblem(path, "has another header", f"{len(header)} bytes as published", "other bytes")
         return None
+
+
+def _spoil_where_copies_differ(copies: list[Bits]) -> None:
+    """Set elements of the first copy that are not the same in all to a value that is in none of them."""
+    differs = np.flatnonzero(np.any([copy != copies[0] for copy in copies[1:]], axis=0))
+    found = np.array([copy[differs] for copy in copies])
+    for value in range(len(copies), -1, -1):  # one of these is in none of them
+        free = ~np.any(found == value, axis=0)
+        copies[0][differs[free]] = value
 
 
 def _open(place: Path, flags: int) -> BinaryIO:
