@@ -41,5 +41,5 @@ def verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         json_to_stdout(report.to_json())
     else:
-        to_stdout(render.report(report))
+        to_stdout(render.report(report, "object" if arguments.against is None else "file"))
     return 0 if report.ok else 1

@@ -51,10 +51,8 @@ def log(arguments: argparse.Namespace) -> int:
     versions = open_store(arguments).log(arguments.line)
     if arguments.json:
         json_to_stdout({"versions": [version.to_json() for version in versions]})
-    elif versions:
-        to_stdout(render.log(versions))
     else:
-        to_stdout(f"no versions on {arguments.line}")
+        to_stdout(render.log(versions))
     return 0
 
 

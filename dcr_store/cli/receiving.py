@@ -1,4 +1,4 @@
-"""The verbs that write a version into a directory: ``checkout`` into a new one, ``pull`` in place."""
+"""The verbs that bring a directory to a version: ``checkout`` to a given one, ``pull`` to the newest or a given one."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from dcr_store.cli.arguments import Verbs, add_json, add_store, open_store
 from dcr_store.cli.output import json_to_stdout, to_stdout
 
 if TYPE_CHECKING:
-    from dcr_store.store import PullResult
+    from dcr_store.receive.pull import PullResult
 
 
 def register(verbs: Verbs) -> None:
     """Add the verbs of this group."""
     parser = verbs.add_parser(
         "checkout",
-        help="write a version into a new directory",
-        description="Write a version, with all files of its checkpoint, into a directory that is new or empty.",
+        help="write a version into a directory",
+        description=(
+            "Write a version, with all files of its checkpoint, into a directory: a new one, an empty one, or one that "
+            "holds another version of the store. Refuses one that holds anything else."
+        ),
     )
     add_store(parser)
     parser.add_argument("version", metavar="VERSION", help="the version")
-    parser.add_argument("directory", metavar="DIR", help="directory to create")
+    parser.add_argument("directory", metavar="DIR", help="directory of the checkpoint; created if there is none")
     add_json(parser)
     parser.set_defaults(run=checkout)
 

@@ -31,19 +31,51 @@ Generated from the parser by `python -m dcr_store.cli.reference`; a test keeps i
 | 2 | the command line is wrong |
 | 130 | interrupted |
 | 141 | whoever read the output closed it |
+
+## JSON
+
+| verb | fields of the document |
+|---|---|
 """
+
+_VERSION = (
+    "A *version* is `version`, `base` (null if it is stored whole), `root`, `created_at`, `changed`, `elements`, "
+    "`nbytes`, `metadata` (an object), `message` (or null).\n"
+)
+
+_DOCUMENTS = {
+    "`init`": "`url`, `store_id`, `codec`, `chunk_elements`",
+    "`publish`": "those of a *version*, and `left_out`: a list of `path`, `reason`",
+    "`log`": "`versions`: a list of *versions*, oldest first",
+    "`show`": (
+        "those of a *version*, and `line`, `txid`, `layout`, `codec`, `n_tensors`, `n_partitions`, `files` (a list of "
+        "`path`, `nbytes`), `tensors` (a list of `name`, `dtype`, `shape`)"
+    ),
+    "`diff`": (
+        "`a`, `b`, `changed`, `elements`, `tensors`: a list of `name`, `status` (changed, same, added, removed or "
+        "altered), `dtype`, `shape`, `elements`, `changed`, `rate`, `largest_ulp` (or null), `nbytes`"
+    ),
+    "`checkout`, `pull`": (
+        "`version`, `root`, `previous` (a version or null), `nbytes_fetched`, `chunks_written`, `chunks_healed`, "
+        "`seconds`"
+    ),
+    "`verify`": (
+        "`ok`, `problems` (a list of `key`, `what`, `expected`, `found`), `n_objects`, `nbytes`, `versions`, "
+        "`unreferenced` (keys)"
+    ),
+}
 
 
 def reference() -> str:
     """Return docs/cli.md."""
     parser = build()
-    description = parser.description or ""
-    sections = [_INTRODUCTION.format(description=description)]
-    sections += [_verb(name, verb) for name, verb in verbs(parser).items()]
-    return "\n".join(sections)
+    introduction = _INTRODUCTION.format(description=parser.description)
+    documents = "".join(f"| {verbs} | {fields} |\n" for verbs, fields in _DOCUMENTS.items())
+    sections = [_verb(name, verb) for name, verb in parsers(parser).items()]
+    return "\n".join([introduction + documents, _VERSION, *sections])
 
 
-def verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each verb, in the order of the help."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -36,6 +36,11 @@ def count(n: int) -> str:
     return f"{n:,}"
 
 
+def some(n: int, noun: str) -> str:
+    """Return a number with its noun, singular or plural."""
+    return f"{count(n)} {noun}" if n == 1 else f"{count(n)} {noun}s"
+
+
 def percent(part: int, whole: int) -> str:
     """Return a share in percent; only nothing is ``0 %`` and only everything is ``100 %``."""
     if part == 0:
@@ -135,7 +140,7 @@ def detail(version: VersionDetail) -> str:
         ("base", info.base or "none: stored whole"),
         ("created", when(info.created_at)),
         ("changed", changes(info.changed, info.elements)),
-        ("stored", f"{nbytes(info.nbytes)} in {count(version.n_partitions)} partitions"),
+        ("stored", f"{nbytes(info.nbytes)} in {some(version.n_partitions, 'partition')}"),
         ("codec", version.codec),
         ("layout", version.layout),
         ("transaction", version.txid),
@@ -174,7 +179,7 @@ def diff(result: Diff) -> str:
     if rows:
         header = ("status", "changed", "rate", "max-ulp", "size", "dtype", "shape", "tensor")
         lines.append(table(header, rows, right="changed rate max-ulp size"))
-    lines.append(f"{count(same)} tensors are the same")
+    lines.append(f"{some(same, 'tensor')} unchanged")
     return "\n".join(lines)
 
 
@@ -183,24 +188,24 @@ def pulled(result: PullResult, directory: str) -> str:
     was = "" if result.previous is None else f" (was {result.previous})"
     return (
         f"{escape(directory)} is at {result.version}{was}, root {result.root[:ROOT_DIGITS]}\n"
-        f"  fetched {nbytes(result.nbytes_fetched)}, wrote {count(result.chunks_written)} chunks"
+        f"  fetched {nbytes(result.nbytes_fetched)}, wrote {some(result.chunks_written, 'chunk')}"
         f" ({count(result.chunks_healed)} healed) in {result.seconds:.1f} s"
     )
 
 
-def report(result: VerifyReport) -> str:
-    """Return the problems, one a line, and what was looked at."""
+def report(result: VerifyReport, unit: str) -> str:
+    """Return the problems, one a line, and what was looked at; `unit` is what ``n_objects`` counts."""
     lines = []
     for problem in result.problems:
         line = f"{escape(problem.key)}: {escape(problem.what)}"
         if problem.expected is not None or problem.found is not None:
             line += f" (expected {escape(str(problem.expected))}, found {escape(str(problem.found))})"
         lines.append(line)
-    looked_at = f"{count(len(result.versions))} versions, {count(result.n_objects)} objects, {nbytes(result.nbytes)}"
-    verdict = "all right" if result.ok else f"{count(len(result.problems))} problems"
+    verdict = "all right" if result.ok else some(len(result.problems), "problem")
+    looked_at = f"{some(len(result.versions), 'version')}, {some(result.n_objects, unit)}, {nbytes(result.nbytes)}"
     lines.append(f"{verdict}: {looked_at}")
     if result.unreferenced:
-        lines.append(f"{count(len(result.unreferenced))} objects belong to no version (see --json)")
+        lines.append(f"{some(len(result.unreferenced), 'object')} of no version (--json lists them)")
     return "\n".join(lines)
 
 
