@@ -164,8 +164,9 @@ class Store:
         InvalidInputError
             If a name or the metadata cannot be stored.
         """
+        from dcr_store.publish.opening import Intent, begin
         from dcr_store.publish.owner import default_owner
-        from dcr_store.publish.transaction import Intent, Transaction, begin
+        from dcr_store.publish.transaction import Transaction
 
         self._document.check_writable()
         check_line(line)

@@ -14,8 +14,9 @@ from dcr_store.layout.layout import Layout
 from dcr_store.targets.checkpoint import Checkpoint, open_checkpoint
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
 from dcr_store.versions.catalog import Catalog, Located
-from dcr_store.versions.paths import route
-from dcr_store.versions.replay import UNKNOWN, digests, everywhere, replay
+from dcr_store.versions.path import UNKNOWN
+from dcr_store.versions.replay import digests, everywhere, replay
+from dcr_store.versions.route import route
 
 
 class _Collector:
@@ -92,7 +93,9 @@ def _compare_bits(
                 target.read_chunk(space, chunk, bits)
                 differs = bits != collector.chunks[space, chunk]
                 for piece in layout.pieces(space, chunk * path.chunk_elements, (chunk + 1) * path.chunk_elements):
-                    n = int(np.count_nonzero(differs[piece.offset : piece.offset + piece.tensor_stop - piece.tensor_start]))
+                    n = int(
+                        np.count_nonzero(differs[piece.offset : piece.offset + piece.tensor_stop - piece.tensor_start])
+                    )
                     if n:
                         differing[piece.entry.name] = differing.get(piece.entry.name, 0) + n
     for name, n in differing.items():

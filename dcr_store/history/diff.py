@@ -21,8 +21,9 @@ from dcr_store.layout.dtypes import DTYPES, Bits, uint_dtype
 from dcr_store.layout.layout import TensorEntry
 from dcr_store.targets.space_file import SpaceFiles
 from dcr_store.versions.catalog import Catalog, Located
-from dcr_store.versions.paths import route
-from dcr_store.versions.replay import ZERO, everywhere, replay
+from dcr_store.versions.path import ZERO
+from dcr_store.versions.replay import everywhere, replay
+from dcr_store.versions.route import route
 
 Status = Literal["changed", "same", "added", "removed", "altered"]
 _SIGNED: Final = ("I8", "I16", "I32", "I64")

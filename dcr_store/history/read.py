@@ -12,8 +12,9 @@ from dcr_store.layout.layout import Layout
 from dcr_store.layout.tensors import to_array
 from dcr_store.targets.memory import MemoryTarget
 from dcr_store.versions.catalog import Catalog, Located
-from dcr_store.versions.paths import route
-from dcr_store.versions.replay import ZERO, everywhere, replay
+from dcr_store.versions.path import ZERO
+from dcr_store.versions.replay import everywhere, replay
+from dcr_store.versions.route import route
 
 
 def read(

@@ -22,8 +22,9 @@ from dcr_store.log.fold import VersionRow
 from dcr_store.payload import version as payload
 from dcr_store.targets.space_file import SpaceFiles
 from dcr_store.versions.catalog import Catalog, Located
-from dcr_store.versions.paths import route
-from dcr_store.versions.replay import ZERO, everywhere, replay
+from dcr_store.versions.path import ZERO
+from dcr_store.versions.replay import everywhere, replay
+from dcr_store.versions.route import route
 
 _N_READERS: Final = 4
 

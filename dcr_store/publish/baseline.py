@@ -33,8 +33,9 @@ from dcr_store.layout.layout import Layout
 from dcr_store.publish.partitions import ChunkSpool
 from dcr_store.targets.space_file import SpaceFiles
 from dcr_store.versions.catalog import Catalog, Located
-from dcr_store.versions.paths import route
-from dcr_store.versions.replay import ZERO, classify, digests, everywhere, n_workers, replay
+from dcr_store.versions.path import ZERO
+from dcr_store.versions.replay import classify, digests, everywhere, n_workers, replay
+from dcr_store.versions.route import route
 
 _STATE: Final = "baseline.json"
 

@@ -1,4 +1,4 @@
-"""A transaction: begin or resume, write tensors or a checkpoint, commit or abort (docs/spec/v1.md §8, §9).
+"""A transaction: write tensors or a checkpoint, commit or abort (docs/spec/v1.md §8, §9).
 
 A version is exactly what its transaction wrote. Where that has the base's layout it is stored as a delta, otherwise
 as an anchor, without the caller doing anything. Refuses to write a tensor twice, to mix tensors with a checkpoint, to
@@ -9,58 +9,35 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 
 from dcr_store import events
-from dcr_store.errors import ConflictError, DcrError, FencedError, IntegrityError, InvalidInputError
-from dcr_store.format.documents import SPACES, CheckpointFile, Counts, Digests, Manifest, ObjectRef, SealRef
+from dcr_store.errors import DcrError, FencedError, InvalidInputError
+from dcr_store.format.documents import CheckpointFile, ObjectRef
 from dcr_store.format.fields import now
-from dcr_store.format.names import TransactionKeys, layout_key, new_incarnation, new_txid, version_name
-from dcr_store.format.records import Abort, Begin, Commit, Record, Resume
+from dcr_store.format.names import TransactionKeys, new_incarnation, new_txid, version_name
+from dcr_store.format.records import Abort
 from dcr_store.layout.dtypes import Bits, uint_dtype
 from dcr_store.layout.layout import Layout, LayoutBuilder, TensorEntry
 from dcr_store.layout.tensors import as_bits, memory_key
 from dcr_store.log.fold import LineState, OpenTransaction
 from dcr_store.log.line import LineLog
-from dcr_store.payload import arrays
-from dcr_store.payload.version import root_of
 from dcr_store.publish.baseline import Baseline
 from dcr_store.publish.chunks import ReadInto
-from dcr_store.publish.owner import is_dead
+from dcr_store.publish.committing import Sealed, append_commit, make_manifest
+from dcr_store.publish.opening import LIVE, WRITER
 from dcr_store.publish.partitions import ChunkSpool, PartitionWriter, read_durable
-from dcr_store.publish.state import AnchorWriter, DeltaWriter, StateWriter, new_tables
+from dcr_store.publish.state import AnchorWriter, DeltaWriter, StateWriter
 from dcr_store.targets.checkpoint import Checkpoint, open_checkpoint
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.info import VersionInfo, info_of
 
-WRITER: Final = "w0"
 _COMPARE_ELEMENTS: Final = 1 << 20
-# Transactions of this process that somebody still works on: their owner is alive, whatever else its name says.
-_LIVE: Final[set[str]] = set()
-
-
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """What a caller of begin wants.
-
-    Attributes
-    ----------
-    base : str or None
-        The version that must be the head, as ``line@number`` or root; None takes the head as it is.
-    takeover : bool
-        Whether an open transaction of another owner may be taken over.
-    """
-
-    owner: str
-    message: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    base: str | None = None
-    takeover: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,71 +47,6 @@ class CheckpointSummary:
     n_tensors: int
     nbytes: int
     left_out: tuple[tuple[str, str], ...]
-
-
-def begin(log: LineLog, intent: Intent, check_base: Callable[[LineState], None]) -> OpenTransaction:
-    """Open a transaction on a line, or take up the open one where that is allowed.
-
-    An open transaction is taken up if its owner is the same or certainly dead, or `intent` says takeover: resumed if it
-    was begun with the same message and metadata, else aborted.
-
-    Raises
-    ------
-    ConflictError
-        If another owner's transaction is open.
-    """
-    txid = new_txid()
-    _LIVE.add(txid)
-    try:
-        record = log.append(lambda state: _decide_begin(state, intent, check_base, txid))
-        if isinstance(record, Abort):
-            record = log.append(lambda state: _decide_begin(state, intent, check_base, txid))
-        pending = log.state.open
-        if isinstance(record, Abort) or pending is None or pending.txid != record.txid:
-            raise FencedError("another publisher takes over transactions at the same time", key=log.line)
-        _LIVE.add(pending.txid)
-        return pending
-    finally:
-        if log.state.open is None or log.state.open.txid != txid:
-            _LIVE.discard(txid)
-
-
-def _decide_begin(state: LineState, intent: Intent, check_base: Callable[[LineState], None], txid: str) -> Record:
-    pending = state.open
-    common: dict[str, Any] = {
-        "line": state.line,
-        "seq": state.length,
-        "id": new_txid(),
-        "prev": state.last_sha256,
-        "created_at": now(),
-    }
-    if pending is None:
-        check_base(state)
-        return Begin(
-            **common,
-            txid=txid,
-            owner=intent.owner,
-            version=state.next_version,
-            base=state.head_base,
-            layout=None,
-            writers=(WRITER,),
-            message=intent.message,
-            metadata=dict(intent.metadata),
-        )
-    ours = pending.owner == intent.owner and pending.txid not in _LIVE
-    if not (intent.takeover or ours or is_dead(pending.owner)):
-        raise ConflictError(
-            f"another publisher has the transaction for {version_name(state.line, pending.version)} open since "
-            f"{pending.created_at}; wait for it, or take over if you know that it is dead (--takeover)",
-            key=state.line,
-            expected="no open transaction",
-            found=f"owner {pending.owner}",
-        )
-    same = (pending.message, pending.metadata) == (intent.message, dict(intent.metadata))
-    if same and pending.writers == (WRITER,):
-        check_base(state)
-        return Resume(**common, txid=pending.txid, attempt=pending.attempt + 1, owner=intent.owner)
-    return Abort(**common, txid=pending.txid, reason=f"replaced by {intent.owner}")
 
 
 class Transaction:
@@ -159,7 +71,7 @@ class Transaction:
         self._stored_files: list[ObjectRef] = []
         self._builder = LayoutBuilder()
         self._committed: VersionInfo | None = None
-        weakref.finalize(self, _LIVE.discard, pending.txid)
+        weakref.finalize(self, LIVE.discard, pending.txid)
         self._base: Located | None = None
         self._base_layout: Layout | None = None
         self._base_names: frozenset[str] = frozenset()
@@ -379,9 +291,16 @@ class Transaction:
         rows = writer.finish()
         layout = self._base_layout if isinstance(writer, DeltaWriter) else self._builder.build()
         assert layout is not None
-        changed = writer.n_changed if isinstance(writer, DeltaWriter) else _n_elements(layout)
-        seal = writer.partitions.seal(layout.spaces, rows, self._stored_files, changed)
-        record = self._commit(layout, seal, rows, changed)
+        seal = writer.partitions.seal(layout.spaces, rows, self._stored_files, writer.n_changed)
+        sealed = Sealed(seal, writer.partitions.sealed_objects(), rows, writer.n_changed, writer.partitions.n_sealed)
+        base = None
+        if isinstance(writer, DeltaWriter) and self._base is not None:
+            base = (self._base.base, self._catalog.tables(self._base))
+        chunk_elements = self._catalog.document.chunk_elements
+        manifest, ref = make_manifest(
+            self._catalog.objects, self._keys, self.attempt, layout, base, sealed, self._files, chunk_elements
+        )
+        record = append_commit(self._log, manifest, ref, self._require_ours)
         self._state = "committed"
         row = self._log.row(record.version)
         assert row is not None
@@ -394,95 +313,6 @@ class Transaction:
         events.reached("publish.baseline.advanced", self.version)
         self._close()
         return self._committed
-
-    def _commit(self, layout: Layout, seal: SealRef, rows: dict[str, Any], changed: int) -> Commit:
-        objects, chunk_elements = self._catalog.objects, self._catalog.document.chunk_elements
-        writer = self._writer
-        is_delta = isinstance(writer, DeltaWriter)
-        self._check_stored(writer.partitions.sealed_objects())
-        base_tables = self._catalog.tables(self._base) if is_delta and self._base is not None else None
-        tables = new_tables(dict(layout.spaces), base_tables, rows, chunk_elements)
-        root = root_of(layout, tables, chunk_elements)
-        if not is_delta or self._base is None or layout.sha256 != self._base.row.layout:
-            objects.put(layout_key(layout.sha256), layout.to_json_bytes())
-        sealed = writer.partitions.sealed_objects()
-        prefix, nbytes = self._keys.attempt(self.attempt), sum(item.nbytes for item in sealed)
-        digests = {}
-        for space in SPACES:
-            if layout.spaces[space]:
-                zarr, table = arrays.table_metadata(len(tables[space])), tables[space].astype("<u8").tobytes()
-                digests[space] = Digests(
-                    ObjectRef.of(f"{prefix}digests/{space}/zarr.json", zarr),
-                    ObjectRef.of(f"{prefix}digests/{space}/c/0", table),
-                )
-                objects.put(digests[space].zarr.key, zarr)
-                objects.put(digests[space].table.key, table)
-                nbytes += len(zarr) + len(table)
-        base = self._base.base if is_delta and self._base is not None else None
-        counts = Counts(
-            changed,
-            _n_elements(layout),
-            nbytes,
-            writer.partitions.n_sealed,
-            len(layout.tensors),
-        )
-        manifest = Manifest(
-            self.line,
-            self._pending.version,
-            self.txid,
-            self.attempt,
-            layout.sha256,
-            base,
-            root,
-            now(),
-            (seal,),
-            digests,
-            tuple(self._files),
-            counts,
-        )
-        data = manifest.to_bytes()
-        ref = ObjectRef.of(self._keys.manifest(self.attempt), data)
-        events.reached("publish.manifest.before", ref.key)
-        objects.put(ref.key, data)
-        events.reached("publish.manifest.stored", ref.key)
-
-        def decide(state: LineState) -> Commit:
-            self._require_ours(state)
-            return Commit(
-                line=self.line,
-                seq=state.length,
-                id=new_txid(),
-                prev=state.last_sha256,
-                created_at=now(),
-                txid=self.txid,
-                attempt=self.attempt,
-                version=self._pending.version,
-                base=base,
-                layout=layout.sha256,
-                root=root,
-                manifest=ref,
-                counts=counts,
-            )
-
-        record = self._log.append(decide)
-        assert isinstance(record, Commit)
-        return record
-
-    def _check_stored(self, sealed: list[ObjectRef]) -> None:
-        """Check that every sealed object is there with its nbytes; ask singly for what the listing lacks."""
-        objects = self._catalog.objects
-        sizes = objects.list(self._keys.prefix)
-        for ref in sealed:
-            found = sizes.get(ref.key)
-            if found is None:
-                found = objects.size(ref.key)
-            if found != ref.nbytes:
-                raise IntegrityError(
-                    "a sealed object is not in the store; something deletes or rewrites objects there",
-                    key=ref.key,
-                    expected=f"{ref.nbytes} bytes",
-                    found="nothing" if found is None else f"{found} bytes",
-                )
 
     def _require_ours(self, state: LineState) -> None:
         pending = state.open
@@ -531,7 +361,7 @@ class Transaction:
     def _close(self) -> None:
         self._writer.close()
         self._baseline.drop_staging()
-        _LIVE.discard(self.txid)
+        LIVE.discard(self.txid)
         release, self._release = self._release, lambda: None
         release()
 
@@ -569,7 +399,3 @@ def _equal(entry: TensorEntry, a: ReadInto, b: ReadInto) -> bool:
         if not np.array_equal(one, two):
             return False
     return True
-
-
-def _n_elements(layout: Layout) -> int:
-    return sum(entry.n_elements for entry in layout.tensors)

@@ -28,8 +28,9 @@ from dcr_store.targets.directory import DirectoryTarget, WeightFile
 from dcr_store.targets.marker import Marker, Unreadable, lock, read_marker, write_marker
 from dcr_store.targets.paths import OWN_DIRECTORY
 from dcr_store.versions.catalog import Catalog, Located
-from dcr_store.versions.paths import Route, route
-from dcr_store.versions.replay import ZERO, Outcome, classify, digests, everywhere, replay
+from dcr_store.versions.path import ZERO
+from dcr_store.versions.replay import Outcome, classify, digests, everywhere, replay
+from dcr_store.versions.route import Route, route
 
 _STAGE = "next"
 

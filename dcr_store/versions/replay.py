@@ -8,29 +8,28 @@ earlier run got. Refuses to write bits that miss the table: then the stored vers
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dcr_store import events
-from dcr_store.codec.digest import crc64, zeros_digest
+from dcr_store.codec.digest import crc64
 from dcr_store.codec.portable import get_codec
 from dcr_store.errors import FormatError, IntegrityError
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import uint_dtype, width
-from dcr_store.payload.version import SealedPartition, Table, VersionContents, fetch
+from dcr_store.payload.version import SealedPartition, Table, fetch
 from dcr_store.ports import ObjectStore, Target
+from dcr_store.versions.path import UNKNOWN, ZERO, Path
+from dcr_store.versions.prefetch import Fetch, Prefetch
 
-ZERO: Final = -1
-UNKNOWN: Final = -2
 GROUP_NBYTES: Final = 96 << 20
 _N_FETCHERS: Final = 8
 
-Fetch = Callable[[SealedPartition], bytes]
 Places = Mapping[str, NDArray[np.int64]]
 
 
@@ -41,73 +40,6 @@ class Outcome:
     nbytes_fetched: int = 0
     chunks_written: int = 0
     chunks_healed: int = 0
-
-
-@dataclass(frozen=True)
-class Path:
-    """The states that a target may be in, and the one it shall reach.
-
-    Attributes
-    ----------
-    states : sequence of VersionContents
-        Consecutive versions of one layout, the first an anchor; may load each when it is asked for.
-    goal : int
-        Index into `states`.
-    """
-
-    states: Sequence[VersionContents]
-    goal: int
-    chunk_elements: int
-    _partitions: dict[int, dict[tuple[str, int], list[SealedPartition]]] = field(default_factory=dict, compare=False)
-
-    @property
-    def target(self) -> VersionContents:
-        """The version to reach."""
-        return self.states[self.goal]
-
-    def n_chunks(self, space: str) -> int:
-        """Return the number of chunks of a space."""
-        return len(self.target.tables[space])
-
-    def all_chunks(self) -> dict[str, int]:
-        """Return the number of chunks of each space."""
-        return {space: self.n_chunks(space) for space in SPACES}
-
-    def digest(self, space: str, chunk: int, state: int) -> int:
-        """Return a chunk's digest in a state (``ZERO`` or an index)."""
-        if state < 0:
-            return zeros_digest(self.chunk_elements * width(space))
-        return int(self.states[state].tables[space][chunk])
-
-    def steps(self, state: int) -> range:
-        """Return the edges from `state` to the goal: forwards ``i`` leads from i-1 to i, backwards from i to i-1."""
-        if state > self.goal:
-            return range(state, self.goal, -1)
-        return range(max(state, ZERO) + 1, self.goal + 1)
-
-    def after(self, state: int, step: int) -> int:
-        """Return the state reached by `step` on the way from `state`."""
-        return step - 1 if state > self.goal else step
-
-    def reversible(self, space: str, chunk: int, state: int) -> bool:
-        """Whether the edges from a newer `state` back to the goal are masks alone in this chunk."""
-        return all(
-            not self.states[step].is_anchor and self.states[step].touched[space].get(chunk, (0, 0))[1] == 0
-            for step in self.steps(state)
-        )
-
-    def partitions(self, step: int, space: str, chunk: int) -> list[SealedPartition]:
-        """Return the partitions of an edge that may hold `chunk`."""
-        if step not in self._partitions:
-            table: dict[tuple[str, int], list[SealedPartition]] = {}
-            contents = self.states[step]
-            for item in contents.partitions:
-                item_space = item.array.array.partition("/")[0]
-                for place in range(item.first_chunk, item.first_chunk + item.n_chunks):
-                    if place in contents.touched[item_space]:
-                        table.setdefault((item_space, place), []).append(item)
-            self._partitions[step] = table
-        return self._partitions[step].get((space, chunk), [])
 
 
 def digests(target: Target, n_chunks: Mapping[str, int], chunk_elements: int) -> dict[str, Table]:
@@ -193,7 +125,7 @@ def replay(
     read = fetcher or (lambda item: fetch(objects, item.ref))
     total, done = sum(len(job.chunks) for job in jobs) * path.chunk_elements, 0
     with ThreadPoolExecutor(_N_FETCHERS) as fetchers, ThreadPoolExecutor(n_workers()) as workers:
-        queue = _Prefetch(fetchers, read, [item for job in jobs for group in job.groups for item in group.items])
+        queue = Prefetch(fetchers, read, [item for job in jobs for group in job.groups for item in group.items])
         try:
             for job in jobs:
                 for group in job.groups:
@@ -340,42 +272,6 @@ def _apply_step(
             present = arrays["present"] != 0
             bits[present] = arrays["value"][present] if "value" in arrays else 0
     return bool(found)
-
-
-class _Prefetch:
-    """Fetches partitions in the order of their use, some way ahead, bounded by bytes."""
-
-    def __init__(self, pool: ThreadPoolExecutor, read: Fetch, plan: Sequence[SealedPartition]) -> None:
-        self._pool, self._read, self._plan = pool, read, plan
-        self._next = 0
-        self._taken = 0
-        self._ahead = 0
-        self._futures: list[Future[bytes]] = []
-
-    def _submit(self) -> None:
-        self._futures.append(self._pool.submit(self._read, self._plan[self._next]))
-        self._ahead += self._plan[self._next].partition.nbytes
-        self._next += 1
-
-    def take(self, items: Sequence[SealedPartition]) -> list[bytes]:
-        """Return the next partitions of the plan, which must be `items`."""
-        while self._next < len(self._plan) and (self._next < self._taken + len(items) or self._ahead < GROUP_NBYTES):
-            self._submit()
-        result = []
-        for item in items:
-            result.append(self._futures[self._taken].result())
-            self._futures[self._taken] = _DONE
-            self._taken += 1
-            self._ahead -= item.partition.nbytes
-        return result
-
-    def cancel(self) -> None:
-        """Drop what has not started."""
-        for future in self._futures[self._taken :]:
-            future.cancel()
-
-
-_DONE: Final[Future[bytes]] = Future()
 
 
 def n_workers() -> int:

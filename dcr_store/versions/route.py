@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dcr_store.versions.catalog import Catalog, LazyStates, Located
-from dcr_store.versions.replay import Path
+from dcr_store.versions.path import Path
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,106 @@
+"""Opening a transaction: begin a new one, or take up the one that is open (docs/spec/v1.md §9).
+
+Refuses to touch an open transaction unless its owner is the same, is certainly dead, or the caller says takeover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dcr_store.errors import ConflictError, FencedError
+from dcr_store.format.fields import now
+from dcr_store.format.names import new_txid, version_name
+from dcr_store.format.records import Abort, Begin, Record, Resume
+from dcr_store.log.fold import LineState, OpenTransaction
+from dcr_store.log.line import LineLog
+from dcr_store.publish.owner import is_dead
+
+WRITER: Final = "w0"
+# Transactions of this process that somebody still works on: their owner is alive, whatever else its name says.
+LIVE: Final[set[str]] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """What a caller of begin wants.
+
+    Attributes
+    ----------
+    base : str or None
+        The version that must be the head, as ``line@number`` or root; None takes the head as it is.
+    takeover : bool
+        Whether an open transaction of another owner may be taken over.
+    """
+
+    owner: str
+    message: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    base: str | None = None
+    takeover: bool = False
+
+
+def begin(log: LineLog, intent: Intent, check_base: Callable[[LineState], None]) -> OpenTransaction:
+    """Open a transaction on a line, or take up the open one where that is allowed.
+
+    An open transaction is taken up if its owner is the same or certainly dead, or `intent` says takeover: resumed if it
+    was begun with the same message and metadata, else aborted.
+
+    Raises
+    ------
+    ConflictError
+        If another owner's transaction is open.
+    """
+    txid = new_txid()
+    LIVE.add(txid)
+    try:
+        record = log.append(lambda state: _decide_begin(state, intent, check_base, txid))
+        if isinstance(record, Abort):
+            record = log.append(lambda state: _decide_begin(state, intent, check_base, txid))
+        pending = log.state.open
+        if isinstance(record, Abort) or pending is None or pending.txid != record.txid:
+            raise FencedError("another publisher takes over transactions at the same time", key=log.line)
+        LIVE.add(pending.txid)
+        return pending
+    finally:
+        if log.state.open is None or log.state.open.txid != txid:
+            LIVE.discard(txid)
+
+
+def _decide_begin(state: LineState, intent: Intent, check_base: Callable[[LineState], None], txid: str) -> Record:
+    pending = state.open
+    common: dict[str, Any] = {
+        "line": state.line,
+        "seq": state.length,
+        "id": new_txid(),
+        "prev": state.last_sha256,
+        "created_at": now(),
+    }
+    if pending is None:
+        check_base(state)
+        return Begin(
+            **common,
+            txid=txid,
+            owner=intent.owner,
+            version=state.next_version,
+            base=state.head_base,
+            layout=None,
+            writers=(WRITER,),
+            message=intent.message,
+            metadata=dict(intent.metadata),
+        )
+    ours = pending.owner == intent.owner and pending.txid not in LIVE
+    if not (intent.takeover or ours or is_dead(pending.owner)):
+        raise ConflictError(
+            f"another publisher has the transaction for {version_name(state.line, pending.version)} open since "
+            f"{pending.created_at}; wait for it, or take over if you know that it is dead (--takeover)",
+            key=state.line,
+            expected="no open transaction",
+            found=f"owner {pending.owner}",
+        )
+    same = (pending.message, pending.metadata) == (intent.message, dict(intent.metadata))
+    if same and pending.writers == (WRITER,):
+        check_base(state)
+        return Resume(**common, txid=pending.txid, attempt=pending.attempt + 1, owner=intent.owner)
+    return Abort(**common, txid=pending.txid, reason=f"replaced by {intent.owner}")
