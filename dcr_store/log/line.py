@@ -266,9 +266,12 @@ class LineLog:
         try:
             if (record.version + 1) % CHECKPOINT_VERSIONS == 0:
                 length = self.state.length
+                events.reached("log.checkpoint.before", self.line)
                 self.state = checkpoints.write_checkpoint(self.objects, self.state, self.store_sha256)
                 self._checkpoint = length
                 events.reached("log.checkpoint.after", self.line)
+            events.reached("log.hint.before", self.line)
             checkpoints.write_hint(self.objects, self.state, self._checkpoint)
+            events.reached("log.hint.after", self.line)
         except (StorageError, FormatError):
             events.reached("log.hint.failed", self.line)

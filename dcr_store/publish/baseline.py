@@ -129,6 +129,7 @@ class Baseline:
             candidates = way.between([believed] if isinstance(believed, str) else [])
             places = classify(way.path, digests(self._files, way.path.all_chunks(), self.chunk_elements), candidates)
         replay(self._catalog.objects, way.path, self._files, places)
+        events.reached("baseline.rebuilt", located.name)
 
     def base_chunk(self, space: str, chunk: int) -> tuple[Bits, int]:
         """Return a chunk of the base, uintN of shape (chunk_elements,), read-only, and its proven digest.
@@ -170,11 +171,12 @@ class Baseline:
             view = files.writable_view(space, chunk)
             if view.size == self.chunk_elements:
                 codec.apply(data, view)
-                return
-            bits = np.empty(self.chunk_elements, view.dtype)
-            files.read_chunk(space, chunk, bits)
-            codec.apply(data, bits)
-            files.write_chunk(space, chunk, bits)
+            else:
+                bits = np.empty(self.chunk_elements, view.dtype)
+                files.read_chunk(space, chunk, bits)
+                codec.apply(data, bits)
+                files.write_chunk(space, chunk, bits)
+            events.reached("baseline.chunk.advanced", f"{space} {chunk}")
 
         with self._keeping(located), ThreadPoolExecutor(n_workers()) as pool:
             for batch in _batches(spool.places(), 16 * n_workers()):
@@ -192,6 +194,7 @@ class Baseline:
         while data:
             n_written = os.pwrite(self._staged[space], data, offset)
             data, offset = data[n_written:], offset + n_written
+        events.reached("baseline.chunk.staged", f"{space} {chunk}")
 
     def staged(self, space: str, chunk: int, out: Bits) -> None:
         """Copy a staged chunk to `out`."""
@@ -212,6 +215,7 @@ class Baseline:
                     (self.directory / f"next-{space}.bin").replace(final)
                 else:
                     final.unlink(missing_ok=True)
+                events.reached("baseline.space.adopted", space)
             self._files = SpaceFiles(self.directory, layout, self.chunk_elements, create=False)
             self.drop_staging()
         self._located = located
@@ -258,6 +262,7 @@ class Baseline:
         temporary = self.directory / f"{_STATE}.tmp"
         temporary.write_bytes(canonical.encode(state))
         temporary.replace(self.directory / _STATE)
+        events.reached("baseline.noted", located.name)
 
     def base(self) -> Base | None:
         """Return the version that the files hold, as far as this process knows."""

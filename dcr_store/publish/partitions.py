@@ -276,7 +276,9 @@ class PartitionWriter:
 
     def _put(self, name: str, data: bytes) -> ObjectRef:
         ref = ObjectRef.of(self.keys.data(self.writer, self.incarnation) + name, data)
+        events.reached("publish.object.before", ref.key)
         self.objects.put(ref.key, data)
+        events.reached("publish.object.stored", ref.key)
         self._objects.append(ref)
         return ref
 

@@ -266,6 +266,7 @@ def _in_place(
     path = way.path
     with DirectoryTarget.create(root, contents.layout, files.weights, path.chunk_elements) as target:
         target.restore_headers()
+        events.reached("pull.headers.restored", contents.name)
         if situation.is_empty and not situation.held:
             places = everywhere(path, ZERO)
         else:
@@ -276,6 +277,7 @@ def _in_place(
         outcome = replay(catalog.objects, path, target, places)
         events.reached("pull.replayed", contents.name)
         target.sync()
+        events.reached("pull.synced", contents.name)
     return outcome
 
 
@@ -287,7 +289,9 @@ def _beside(
     stage.mkdir(exist_ok=True)
     with DirectoryTarget.create(stage, contents.layout, files.weights, path.chunk_elements) as target:
         target.restore_headers()
+        events.reached("pull.headers.restored", contents.name)
         _seed(target, contents, root, path.chunk_elements)
+        events.reached("pull.seeded", contents.name)
         candidates = range(len(path.states)) if situation.everything else way.between([i.name for i in situation.held])
         outcome = replay(catalog.objects, path, target, classify(path, _digest(target, way), candidates))
         target.sync()

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dcr_store import events
 from dcr_store.errors import DcrError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import CheckpointFile
@@ -93,6 +94,7 @@ def settle(root: Path, goal: Structure, old: Iterable[WeightFile]) -> bool:
             place.parent.mkdir(parents=True, exist_ok=True)
             source.rename(place)
             fsync_directory(place.parent)
+            events.reached("pull.file.renamed", str(place))
     except OSError as error:
         raise StorageError(f"cannot be changed: {error.strerror}", key=str(error.filename)) from error
     return True
@@ -133,6 +135,7 @@ def move_in(root: Path, stage: Path, goal: Structure) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             source.replace(place)
             fsync_directory(place.parent)
+            events.reached("pull.file.moved", str(place))
         except OSError as error:
             raise StorageError(f"cannot be put in place: {error.strerror}", key=str(place)) from error
 
@@ -155,6 +158,7 @@ def write_sides(objects: ObjectStore, root: Path, goal: Structure) -> int:
                 os.fsync(handle.fileno())
             temporary.replace(place)
             fsync_directory(place.parent)
+            events.reached("pull.side.stored", str(place))
         except OSError as error:
             raise StorageError(f"cannot be written: {error.strerror}", key=str(place)) from error
     return nbytes
@@ -167,10 +171,12 @@ def remove_left(root: Path, goal: Structure, old: Structure) -> None:
         place = path_inside(root, side.path)
         if side.path not in keep and not place.is_symlink() and _holds(place, side):
             place.unlink()
+            events.reached("pull.file.removed", str(place))
     for weights in old.weights:
         place = path_inside(root, weights.path)
         if weights.path not in keep and not place.is_symlink() and _header(place) == weights.header:
             place.unlink()
+            events.reached("pull.file.removed", str(place))
 
 
 def conflicts(objects: ObjectStore, root: Path, goal: Structure) -> list[str]:

@@ -239,6 +239,7 @@ def _advance(
             expected=f"{expected:016x}",
             found=f"{found:016x}",
         )
+    events.reached("replay.chunk.before", f"{job.space} {chunk}")
     target.write_chunk(job.space, chunk, scratch)
     events.reached("replay.chunk.written", f"{job.space} {chunk}")
     return 1
