@@ -14,9 +14,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 import numpy as np
 
@@ -61,13 +62,16 @@ class SpaceFiles:
         self.root = existing_directory(directory)
         self.layout = layout
         self.chunk_elements = chunk_elements
-        self._files: dict[str, BinaryIO] = {}
+        self._fds: dict[str, int] = {}
+        self._close = weakref.finalize(self, _close_all, self._fds)  # also when nobody closes, or the next lines raise
         self._spaces: dict[str, Bits] = {}
         self._gaps: dict[str, set[int]] = {}
         for space in SPACES:
             n = layout.spaces[space]
             if n:
-                self._files[space], mapped = _map(self.root / f"{space}.bin", n * width(space), create=create)
+                path = self.root / f"{space}.bin"
+                self._fds[space] = _open(path, create=create)
+                mapped = _map(self._fds[space], path, n * width(space), create=create)
                 self._spaces[space] = np.frombuffer(mapped, uint_dtype(space))
                 occupied = layout.occupied(space, chunk_elements)
                 occupied[-1] += -n % chunk_elements  # what is past the end is no gap: it is not written at all
@@ -122,13 +126,13 @@ class SpaceFiles:
         bits = bits[: self._spaces[space].size - start]
         # Not through the mapping: there each new page costs a fault, and a full disk ends the process.
         path = str(self.root / f"{space}.bin")
-        write_exactly(self._files[space].fileno(), start * width(space), [bits.view(np.uint8).data], path)
+        write_exactly(self._fds[space], start * width(space), [bits.view(np.uint8).data], path)
 
     def sync(self) -> None:
         """Make everything that was written durable."""
-        for space, file in self._files.items():
+        for space, fd in self._fds.items():
             try:
-                os.fsync(file.fileno())  # also what was written through the mapping
+                os.fsync(fd)  # also what was written through the mapping
             except OSError as error:
                 raise StorageError(
                     f"cannot be made durable: {error.strerror}", key=str(self.root / f"{space}.bin")
@@ -137,9 +141,7 @@ class SpaceFiles:
     def close(self) -> None:
         """Let go of the files, without making anything durable. The mapping goes when the last view of it goes."""
         self._spaces.clear()
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -150,14 +152,21 @@ class SpaceFiles:
         self.close()
 
 
-def _map(path: Path, nbytes: int, *, create: bool) -> tuple[BinaryIO, mmap.mmap]:
+def _close_all(fds: dict[str, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
+
+
+def _open(path: Path, *, create: bool) -> int:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o666)
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o666)
     except FileNotFoundError as error:
         raise NotFoundError("a file of the baseline is missing; make it anew", key=str(path)) from error
     except OSError as error:
         raise StorageError(f"cannot be opened: {error.strerror}", key=str(path)) from error
-    file = os.fdopen(fd, "r+b", buffering=0)
+
+
+def _map(fd: int, path: Path, nbytes: int, *, create: bool) -> mmap.mmap:
     try:
         found = os.fstat(fd).st_size
         if found != nbytes:
@@ -167,13 +176,9 @@ def _map(path: Path, nbytes: int, *, create: bool) -> tuple[BinaryIO, mmap.mmap]
                 )
             os.ftruncate(fd, 0)  # first to nothing: nothing of what was there may remain
             _reserve(fd, nbytes)
-        return file, mmap.mmap(fd, nbytes)
+        return mmap.mmap(fd, nbytes)
     except OSError as error:
-        file.close()
         raise StorageError(f"cannot get {nbytes} bytes: {error.strerror}", key=str(path)) from error
-    except BaseException:
-        file.close()
-        raise
 
 
 def _reserve(fd: int, nbytes: int) -> None:
