@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dcr_store import events
-from dcr_store.errors import IntegrityError
+from dcr_store.errors import FencedError, IntegrityError
 from dcr_store.format.documents import SPACES, Base, CheckpointFile, Counts, Digests, Manifest, ObjectRef, SealRef
 from dcr_store.format.fields import now
 from dcr_store.format.names import TransactionKeys, layout_key, new_txid
 from dcr_store.format.records import Commit
 from dcr_store.layout.layout import Layout
-from dcr_store.log.fold import LineState
+from dcr_store.log.fold import LineState, VersionRow
 from dcr_store.log.line import LineLog
 from dcr_store.payload import arrays
 from dcr_store.payload.contributions import Rows
@@ -43,8 +43,24 @@ class Sealed:
     n_partitions: int
 
 
-def make_manifest(
-    store: ObjectStore,
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A version that is ready to be stored and committed.
+
+    Attributes
+    ----------
+    ref : ObjectRef
+        The manifest's.
+    objects : tuple of (str, bytes)
+        Key and content of what goes to the store before the commit, the manifest last.
+    """
+
+    manifest: Manifest
+    ref: ObjectRef
+    objects: tuple[tuple[str, bytes], ...]
+
+
+def propose(
     keys: TransactionKeys,
     attempt: int,
     layout: Layout,
@@ -52,8 +68,8 @@ def make_manifest(
     sealed: Sealed,
     files: Iterable[CheckpointFile],
     chunk_elements: int,
-) -> tuple[Manifest, ObjectRef]:
-    """Check what is sealed and store layout, digest tables and manifest under this attempt.
+) -> Proposal:
+    """Make layout, digest tables and manifest of this attempt. No I/O, and once per attempt: keys have one content.
 
     Parameters
     ----------
@@ -63,12 +79,10 @@ def make_manifest(
     Raises
     ------
     IntegrityError
-        If a sealed object is not there, or the writers saw other base bits than the base's.
+        If the writers saw other base bits than the base's.
     """
-    _check_stored(store, keys, sealed.objects)
     tables = new_tables(dict(layout.spaces), None if base is None else dict(base[1]), dict(sealed.rows), chunk_elements)
-    if base is None:
-        store.put(layout_key(layout.sha256), layout.to_json_bytes())
+    objects = [] if base is not None else [(layout_key(layout.sha256), layout.to_json_bytes())]
     prefix = keys.attempt(attempt)
     digests, nbytes = {}, sum(item.nbytes for item in sealed.objects)
     for space in SPACES:
@@ -78,8 +92,7 @@ def make_manifest(
                 ObjectRef.of(f"{prefix}digests/{space}/zarr.json", zarr),
                 ObjectRef.of(f"{prefix}digests/{space}/c/0", table),
             )
-            store.put(digests[space].zarr.key, zarr)
-            store.put(digests[space].table.key, table)
+            objects += [(digests[space].zarr.key, zarr), (digests[space].table.key, table)]
             nbytes += len(zarr) + len(table)
     elements = sum(entry.n_elements for entry in layout.tensors)
     changed = elements if base is None else sealed.changed
@@ -99,16 +112,33 @@ def make_manifest(
     )
     data = manifest.to_bytes()
     ref = ObjectRef.of(keys.manifest(attempt), data)
-    events.reached("publish.manifest.before", ref.key)
-    store.put(ref.key, data)
-    events.reached("publish.manifest.stored", ref.key)
-    return manifest, ref
+    return Proposal(manifest, ref, (*objects, (ref.key, data)))
 
 
-def append_commit(
-    log: LineLog, manifest: Manifest, ref: ObjectRef, require_ours: Callable[[LineState], None]
-) -> Commit:
-    """Append the commit record; `require_ours` raises ``FencedError`` where the attempt is not the last any more."""
+def store_proposal(store: ObjectStore, keys: TransactionKeys, sealed: Sealed, proposal: Proposal) -> None:
+    """Check what is sealed and store what the proposal adds. May be repeated.
+
+    Raises
+    ------
+    IntegrityError
+        If a sealed object is not there.
+    """
+    _check_stored(store, keys, sealed.objects)
+    for key, data in proposal.objects:
+        events.reached("publish.proposal.before", key)
+        store.put(key, data)
+        events.reached("publish.proposal.stored", key)
+
+
+def append_commit(log: LineLog, proposal: Proposal, require_ours: Callable[[LineState], None]) -> VersionRow:
+    """Append the commit record, unless an earlier try did; return the version.
+
+    Parameters
+    ----------
+    require_ours : callable
+        Raises ``FencedError`` where the attempt is not the last any more.
+    """
+    manifest, ref = proposal.manifest, proposal.ref
 
     def decide(state: LineState) -> Commit:
         require_ours(state)
@@ -128,9 +158,17 @@ def append_commit(
             counts=manifest.counts,
         )
 
-    record = log.append(decide)
-    assert isinstance(record, Commit)
-    return record
+    try:
+        log.append(decide)
+    except FencedError:
+        # The answer of an earlier try was lost and the record is there: then nobody else ended the transaction.
+        row = log.row(manifest.version)
+        if row is None or row.manifest != ref:
+            raise
+        return row
+    row = log.row(manifest.version)
+    assert row is not None
+    return row
 
 
 def _check_stored(store: ObjectStore, keys: TransactionKeys, sealed: Iterable[ObjectRef]) -> None:

@@ -140,7 +140,7 @@ class PartitionWriter:
         self._sealed: list[Partition] = []
         self._unjournaled: list[Partition] = []
         self._journal: list[ObjectRef] = []
-        self._objects: list[ObjectRef] = []
+        self._objects: dict[str, ObjectRef] = {}
         self._journaled_at = time.monotonic()
 
     def chunks_per_partition(self, space: str) -> int:
@@ -279,7 +279,7 @@ class PartitionWriter:
         events.reached("publish.object.before", ref.key)
         self.objects.put(ref.key, data)
         events.reached("publish.object.stored", ref.key)
-        self._objects.append(ref)
+        self._objects[ref.key] = ref
         return ref
 
     def put_file(self, data: bytes) -> ObjectRef:
@@ -300,7 +300,7 @@ class PartitionWriter:
             )
             for item in self._sealed
         ]
-        return [*stored, *self._objects, *self._journal]
+        return [*stored, *self._objects.values(), *self._journal]
 
     def close(self) -> None:
         """Stop the uploaders; what has not started is dropped."""

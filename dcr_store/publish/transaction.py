@@ -29,7 +29,7 @@ from dcr_store.log.fold import LineState, OpenTransaction
 from dcr_store.log.line import LineLog
 from dcr_store.publish.baseline import Baseline
 from dcr_store.publish.chunks import ReadInto
-from dcr_store.publish.committing import Sealed, append_commit, make_manifest
+from dcr_store.publish.committing import Proposal, Sealed, append_commit, propose, store_proposal
 from dcr_store.publish.opening import LIVE, WRITER
 from dcr_store.publish.partitions import ChunkSpool, PartitionWriter, read_durable
 from dcr_store.publish.state import AnchorWriter, DeltaWriter, StateWriter
@@ -70,6 +70,7 @@ class Transaction:
         self._files: list[CheckpointFile] = []
         self._stored_files: list[ObjectRef] = []
         self._builder = LayoutBuilder()
+        self._proposed: tuple[Sealed, Proposal] | None = None
         self._committed: VersionInfo | None = None
         weakref.finalize(self, LIVE.discard, pending.txid)
         self._base: Located | None = None
@@ -123,7 +124,7 @@ class Transaction:
         InvalidInputError
             If the tensor cannot be stored or was written already.
         """
-        self._require_open()
+        self._require_unsealed()
         if self._files:
             raise InvalidInputError(
                 f"tensor {name!r} cannot be added: {self.version} was written from a checkpoint", key=name
@@ -146,7 +147,7 @@ class Transaction:
         InvalidInputError, NotFoundError, FormatError
             If it is no checkpoint; names the file.
         """
-        self._require_open()
+        self._require_unsealed()
         if self._written:
             raise InvalidInputError(
                 f"a checkpoint cannot be added to {self.version}, which has tensors already; use one for each",
@@ -288,22 +289,13 @@ class Transaction:
         if isinstance(self._writer, DeltaWriter) and len(self._written) < len(self._base_names):
             self._convert()
         writer = self._writer
-        rows = writer.finish()
         layout = self._base_layout if isinstance(writer, DeltaWriter) else self._builder.build()
         assert layout is not None
-        seal = writer.partitions.seal(layout.spaces, rows, self._stored_files, writer.n_changed)
-        sealed = Sealed(seal, writer.partitions.sealed_objects(), rows, writer.n_changed, writer.partitions.n_sealed)
-        base = None
-        if isinstance(writer, DeltaWriter) and self._base is not None:
-            base = (self._base.base, self._catalog.tables(self._base))
-        chunk_elements = self._catalog.document.chunk_elements
-        manifest, ref = make_manifest(
-            self._catalog.objects, self._keys, self.attempt, layout, base, sealed, self._files, chunk_elements
-        )
-        record = append_commit(self._log, manifest, ref, self._require_ours)
+        if self._proposed is None:
+            self._proposed = self._propose(layout)
+        store_proposal(self._catalog.objects, self._keys, *self._proposed)
+        row = append_commit(self._log, self._proposed[1], self._require_ours)
         self._state = "committed"
-        row = self._log.row(record.version)
-        assert row is not None
         located = Located(self.line, row)
         self._committed = info_of(Located(self.line, self._log.complete(row)))
         if isinstance(writer, DeltaWriter):
@@ -313,6 +305,18 @@ class Transaction:
         events.reached("publish.baseline.advanced", self.version)
         self._close()
         return self._committed
+
+    def _propose(self, layout: Layout) -> tuple[Sealed, Proposal]:
+        """Seal what was written and make the version of it."""
+        writer = self._writer
+        rows = writer.finish()
+        seal = writer.partitions.seal(layout.spaces, rows, self._stored_files, writer.n_changed)
+        sealed = Sealed(seal, writer.partitions.sealed_objects(), rows, writer.n_changed, writer.partitions.n_sealed)
+        base = None
+        if isinstance(writer, DeltaWriter) and self._base is not None:
+            base = (self._base.base, self._catalog.tables(self._base))
+        chunk_elements = self._catalog.document.chunk_elements
+        return sealed, propose(self._keys, self.attempt, layout, base, sealed, self._files, chunk_elements)
 
     def _require_ours(self, state: LineState) -> None:
         pending = state.open
@@ -356,6 +360,14 @@ class Transaction:
         if self._state != "open":
             raise InvalidInputError(
                 f"the transaction for {self.version} is {self._state}; begin another one", key=self.txid
+            )
+
+    def _require_unsealed(self) -> None:
+        self._require_open()
+        if self._proposed is not None:
+            raise InvalidInputError(
+                f"nothing can be added to {self.version}, whose commit was tried already; call commit again, or abort",
+                key=self.txid,
             )
 
     def _close(self) -> None:
