@@ -174,10 +174,12 @@ class Store:
             raise InvalidInputError(
                 "the message is no text", key="message", expected="text", found=type(message).__name__
             )
+        if owner is not None and not (isinstance(owner, str) and owner):
+            raise InvalidInputError("the owner is no text", key="owner", expected="text, not empty", found=repr(owner))
         if metadata is not None and not isinstance(metadata, Mapping):
             raise InvalidInputError("the metadata is no mapping", key="metadata", found=type(metadata).__name__)
         # As it will come back, so that a resumed transaction compares equal; refuses what JSON cannot say.
-        told = canonical.decode(canonical.encode(dict(metadata or {})), "metadata")
+        told = canonical.decode(canonical.encode(dict(metadata or {}), canonical.MAX_METADATA_DEPTH), "metadata")
         intent = Intent(owner or default_owner(), message, told, base, takeover)
         held, release = self._acquire_baseline(line, baseline)
         try:
