@@ -164,7 +164,7 @@ class Store:
         InvalidInputError
             If a name or the metadata cannot be stored.
         """
-        from dcr_store.publish.opening import Intent, begin
+        from dcr_store.publish.opening import Intent, abandon, begin
         from dcr_store.publish.owner import default_owner
         from dcr_store.publish.transaction import Transaction
 
@@ -185,7 +185,11 @@ class Store:
         try:
             log = self._catalog.log(line)
             pending = begin(log, intent, lambda state: _check_base(state, base))
-            return Transaction(self._catalog, log, pending, held, release)
+            try:
+                return Transaction(self._catalog, log, pending, held, release)
+            except Exception as error:
+                abandon(log, pending, f"could not start: {error}"[:500])
+                raise
         except BaseException:
             release()
             raise

@@ -5,11 +5,12 @@ Refuses to touch an open transaction unless its owner is the same, is certainly 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dcr_store.errors import ConflictError, FencedError
+from dcr_store.errors import ConflictError, DcrError, FencedError
 from dcr_store.format.fields import now
 from dcr_store.format.names import new_txid, version_name
 from dcr_store.format.records import Abort, Begin, Record, Resume
@@ -66,6 +67,27 @@ def begin(log: LineLog, intent: Intent, check_base: Callable[[LineState], None])
     finally:
         if log.state.open is None or log.state.open.txid != txid:
             LIVE.discard(txid)
+
+
+def abandon(log: LineLog, pending: OpenTransaction, reason: str) -> None:
+    """Abort a transaction that could not start, if it is still ours; leaves it open if the store does not answer."""
+
+    def decide(state: LineState) -> Abort:
+        if state.open is None or (state.open.txid, state.open.attempt) != (pending.txid, pending.attempt):
+            raise FencedError("the transaction is somebody else's by now", key=pending.txid)
+        return Abort(
+            line=state.line,
+            seq=state.length,
+            id=new_txid(),
+            prev=state.last_sha256,
+            created_at=now(),
+            txid=pending.txid,
+            reason=reason,
+        )
+
+    with contextlib.suppress(DcrError):
+        log.append(decide)
+    LIVE.discard(pending.txid)
 
 
 def _decide_begin(state: LineState, intent: Intent, check_base: Callable[[LineState], None], txid: str) -> Record:
