@@ -32,8 +32,7 @@ def verify(arguments: argparse.Namespace) -> int:
     """Check a store, a version, or a directory against a version."""
     if arguments.against is not None and arguments.version is None:
         arguments.usage_error("--against needs VERSION")
-    store = open_store(arguments)
-    with progress.shown():
+    with open_store(arguments) as store, progress.shown():
         if arguments.against is not None:
             report = store.compare_directory(arguments.version, arguments.against)
         else:

@@ -90,18 +90,18 @@ def init(arguments: argparse.Namespace) -> int:
 
 def publish(arguments: argparse.Namespace) -> int:
     """Publish a checkpoint."""
-    store = open_store(arguments)
-    transaction = store.begin(
-        arguments.line,
-        message=arguments.message,
-        metadata=arguments.meta,
-        owner=arguments.owner,
-        takeover=arguments.takeover,
-        baseline=arguments.baseline,
-    )
-    with progress.shown(), transaction:
-        summary = transaction.write_checkpoint(arguments.checkpoint)
-        version = transaction.commit()
+    with open_store(arguments) as store, progress.shown():
+        transaction = store.begin(
+            arguments.line,
+            message=arguments.message,
+            metadata=arguments.meta,
+            owner=arguments.owner,
+            takeover=arguments.takeover,
+            baseline=arguments.baseline,
+        )
+        with transaction:
+            summary = transaction.write_checkpoint(arguments.checkpoint)
+            version = transaction.commit()
     if arguments.json:
         left_out = [{"path": path, "reason": reason} for path, reason in summary.left_out]
         json_to_stdout({**version.to_json(), "left_out": left_out})

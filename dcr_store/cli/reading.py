@@ -48,7 +48,8 @@ def register(verbs: Verbs) -> None:
 
 def log(arguments: argparse.Namespace) -> int:
     """List the versions of a line."""
-    versions = open_store(arguments).log(arguments.line)
+    with open_store(arguments) as store:
+        versions = store.log(arguments.line)
     if arguments.json:
         json_to_stdout({"versions": [version.to_json() for version in versions]})
     else:
@@ -58,7 +59,8 @@ def log(arguments: argparse.Namespace) -> int:
 
 def show(arguments: argparse.Namespace) -> int:
     """Show one version."""
-    detail = open_store(arguments).show(arguments.version)
+    with open_store(arguments) as store:
+        detail = store.show(arguments.version)
     if arguments.json:
         json_to_stdout(detail.to_json())
     else:
@@ -68,8 +70,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 def diff(arguments: argparse.Namespace) -> int:
     """Compare two versions."""
-    store = open_store(arguments)
-    with progress.shown():
+    with open_store(arguments) as store, progress.shown():
         result = store.diff(arguments.a, arguments.b)
     if arguments.json:
         json_to_stdout(result.to_json())

@@ -49,8 +49,7 @@ def register(verbs: Verbs) -> None:
 
 def checkout(arguments: argparse.Namespace) -> int:
     """Write a version into a new directory."""
-    store = open_store(arguments)
-    with progress.shown():
+    with open_store(arguments) as store, progress.shown():
         result = store.checkout(arguments.version, arguments.directory)
     _tell(arguments, result)
     return 0
@@ -58,8 +57,7 @@ def checkout(arguments: argparse.Namespace) -> int:
 
 def pull(arguments: argparse.Namespace) -> int:
     """Bring a directory to a version."""
-    store = open_store(arguments)
-    with progress.shown():
+    with open_store(arguments) as store, progress.shown():
         result = store.pull(arguments.directory, version=arguments.version, force=arguments.force)
     _tell(arguments, result)
     return 0

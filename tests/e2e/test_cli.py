@@ -6,8 +6,11 @@ with ``dcr:``.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import pty
 import shutil
 import struct
 import subprocess
@@ -20,6 +23,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
+import dcr_store
+from dcr_store.cli.main import main
+
 ROOT = Path(__file__).parents[2]
 SIZES = {"BF16": 2, "F32": 4, "I64": 8, "U8": 1}
 HEAVY = ("torch", "zarr", "numba", "transformers", "s3fs", "rich", "ml_dtypes", "numcodecs")
@@ -29,7 +35,7 @@ Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``dcr`` with piped outputs."""
+    """Run ``dcr`` as a process with piped outputs."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("DCR_", "PYTHON"))}
     done = subprocess.run(
         [sys.executable, "-m", "dcr_store", *map(str, arguments)],
@@ -40,20 +46,35 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
         check=False,
     )
     if "DCR_DEBUG" not in environment:
-        assert "Traceback" not in done.stdout + done.stderr
-        if done.returncode == 0:
-            assert done.stderr == ""
-        elif done.stderr:
-            assert done.stderr.startswith("dcr: ")
-            assert done.stderr.count("\n") == 1
-            assert "unexpected" not in done.stderr
+        check_manners(done.returncode, done.stdout, done.stderr)
     return done
+
+
+def check_manners(code: int, out: str, err: str) -> None:
+    assert "Traceback" not in out + err
+    assert "unexpected" not in err
+    if code == 0:
+        assert err == ""
+    elif err:
+        assert err.startswith("dcr: ")
+        assert err.count("\n") == 1
+
+
+def refused_inside(*arguments: object, code: int = 1) -> str:
+    """As `refused`, but in this process: for long lists of cases."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        found = main([str(argument) for argument in arguments])
+    check_manners(found, out.getvalue(), err.getvalue())
+    assert (found, out.getvalue()) == (code, "")
+    assert err.getvalue()
+    return err.getvalue()
 
 
 def text(*arguments: object, **environment: str) -> str:
     """Run a verb that must succeed and return what it prints."""
     done = run(*arguments, **environment)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, (done.stdout, done.stderr)
     return done.stdout
 
 
@@ -335,8 +356,10 @@ VERBS = {
 def test_a_missing_store_says_how_to_create_one(verb: str, checkpoints: list[Path], tmp_path: Path) -> None:
     missing = tmp_path / "no such store"
     places = {"STORE": missing, "CHECKPOINT": checkpoints[0], "OUT": tmp_path / "out"}
-    line = refused(verb, *(places.get(argument, argument) for argument in VERBS[verb]))
+    line = refused_inside(verb, *(places.get(argument, argument) for argument in VERBS[verb]))
     assert f"dcr init '{missing}'" in line
+    if verb == "log":
+        assert refused(verb, missing) == line
     assert not missing.exists()
     assert not (tmp_path / "out").exists()
 
@@ -355,36 +378,36 @@ def test_a_missing_store_says_how_to_create_one(verb: str, checkpoints: list[Pat
     ],
 )
 def test_a_version_that_does_not_exist(store: Path, tmp_path: Path, version: str, says: str) -> None:
-    assert says in refused("show", store, version)
-    refused("checkout", store, version, tmp_path / "out")
+    assert says in refused_inside("show", store, version)
+    refused_inside("checkout", store, version, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("line", ["../x", "a/b", ".hidden", "", "x" * 129, "a b", "main\n"])
 def test_a_line_with_a_wrong_name(store: Path, checkpoints: list[Path], line: str) -> None:
     before = sorted(store.rglob("*"))
-    refused("log", store, "--line", line)
-    refused("publish", store, checkpoints[0], "--line", line)
+    refused_inside("log", store, "--line", line)
+    refused_inside("publish", store, checkpoints[0], "--line", line)
     assert sorted(store.rglob("*")) == before
 
 
 def test_what_is_no_store(tmp_path: Path, checkpoints: list[Path]) -> None:
     (tmp_path / "file").write_text("x")
-    refused("log", tmp_path / "file")
-    refused("log", "gopher://host/x")
+    refused_inside("log", tmp_path / "file")
+    refused_inside("log", "gopher://host/x")
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "dcr.json").write_text('{"format":"something-else"}')
-    assert "something-else" in refused("log", foreign)
+    assert "something-else" in refused_inside("log", foreign)
     (foreign / "dcr.json").write_bytes(b'{"format":"dcr-store"')
-    assert "dcr.json" in refused("publish", foreign, checkpoints[0])
+    assert "dcr.json" in refused_inside("publish", foreign, checkpoints[0])
 
 
 def test_a_store_of_a_newer_major_version(broken: Path, checkpoints: list[Path]) -> None:
     path = broken / "dcr.json"
     path.write_text(path.read_text().replace('"version":"1.0"', '"version":"2.0"'))
-    assert "2.0" in refused("log", broken)
-    assert "2.0" in refused("publish", broken, checkpoints[0])
+    assert "2.0" in refused_inside("log", broken)
+    assert "2.0" in refused_inside("publish", broken, checkpoints[0])
 
 
 def _header(entry: dict[str, Any], n_bytes: int = 8) -> bytes:
@@ -417,21 +440,23 @@ HOSTILE = {
 @pytest.mark.parametrize("case", sorted(HOSTILE))
 def test_a_hostile_checkpoint_is_refused_and_leaves_no_version(case: str, tmp_path: Path) -> None:
     store = tmp_path / "s"
-    text("init", store, "--chunk-elements", 256)
+    dcr_store.create(store, chunk_elements=256)
     checkpoint = tmp_path / "c"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(HOSTILE[case])
-    assert "model.safetensors" in refused("publish", store, checkpoint)
+    assert "model.safetensors" in refused_inside("publish", store, checkpoint)
     assert not list(store.glob("versions/*/*/attempts/*/manifest.json"))
     # and the line is free for the next
-    assert "main@0" in text("publish", store, write_checkpoint(tmp_path / "good", 0))
+    with dcr_store.open(store) as opened, opened.begin() as transaction:
+        transaction.write_checkpoint(write_checkpoint(tmp_path / "good", 0))
+        assert transaction.commit().version == "main@0"
 
 
 def test_checkpoints_that_are_none(store: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     for checkpoint in (tmp_path / "missing", tmp_path / "empty", tmp_path / "file"):
-        assert checkpoint.name in refused("publish", store, checkpoint)
+        assert checkpoint.name in refused_inside("publish", store, checkpoint)
     assert len(document("log", store)["versions"]) == 3
 
 
@@ -440,12 +465,12 @@ def test_an_index_that_names_a_file_elsewhere(store: Path, tmp_path: Path) -> No
     (checkpoint / "model.safetensors").rename(tmp_path / "c" / "outside.safetensors")
     index = {"metadata": {}, "weight_map": {"model.weight": "../outside.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused("publish", store, checkpoint)
+    refused_inside("publish", store, checkpoint)
 
 
 def test_names_with_control_characters_never_reach_the_terminal(tmp_path: Path) -> None:
     store, checkpoint = tmp_path / "s", tmp_path / "c"
-    text("init", store, "--chunk-elements", 256)
+    dcr_store.create(store, chunk_elements=256)
     checkpoint.mkdir()
     name = "evil\x1b[2J\n\u202e"
     write_safetensors(checkpoint / "model.safetensors", {name: ("U8", (4,), b"1234")})
@@ -476,6 +501,28 @@ def test_a_closed_pipe_is_quiet(store: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_progress_is_drawn_only_on_a_terminal(store: Path, tmp_path: Path) -> None:
+    """Standard error is a terminal here; standard output stays plain."""
+    terminal, theirs = pty.openpty()
+    command = [sys.executable, "-m", "dcr_store", "checkout", str(store), "main", str(tmp_path / "out")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+    ) as process:
+        os.close(theirs)
+        assert process.stdout is not None
+        out = process.stdout.read().decode()
+    drawn = b""
+    with contextlib.suppress(OSError):  # Linux: EIO is the end of a terminal whose other side is closed
+        while block := os.read(terminal, 4096):
+            drawn += block
+    os.close(terminal)
+    assert process.returncode == 0
+    assert "\x1b" not in out
+    assert "is at main@2" in out
+    assert b"\x1b[" in drawn
+    assert b"Traceback" not in drawn
 
 
 def test_debug_shows_the_traceback_and_the_line(tmp_path: Path) -> None:
