@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dcr_store.ports import Bytes
 
 STALE_AFTER_S: Final = 86_400.0
+MOST_MOVES: Final = 100  # tries to give a file its name while others remove its directory
 _TRANSIENT: Final = {errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}  # network file systems
 _HINTS: Final = {
     errno.ENOSPC: "the disk is full: free space and repeat",
@@ -127,7 +128,7 @@ class LocalObjects:
 
         def create() -> bool:
             with _translated("create", key):
-                if os.path.lexists(path):
+                if _is_taken(path):
                     return False  # spares writing and syncing a file that the link would refuse
                 with self._temporary(view) as temporary:
                     try:
@@ -138,8 +139,6 @@ class LocalObjects:
 
         def read() -> bytes:
             with _translated("read back", key):
-                if Path(path).is_dir():
-                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
                 content = self._read(path, key, 0, None)
                 # Whoever made the name may not have synced it yet, and we build on it.
                 self._make_durable(Path(path).parent)
@@ -176,7 +175,7 @@ class LocalObjects:
     def _into_place(self, path: str, move: Callable[[], object]) -> None:
         """Call `move`, which gives a synced file the name `path`, and make the name durable."""
         parent = Path(path).parent
-        for last in (False, False, True):
+        for n_left in reversed(range(MOST_MOVES)):
             try:
                 self._make_durable(parent)
                 move()
@@ -184,7 +183,7 @@ class LocalObjects:
             except FileNotFoundError:
                 # A delete took the directory away when it became empty.
                 self._forget(parent)
-                if last:
+                if n_left == 0:
                     raise
         # A crash before this line may lose the name, and the caller has not been told of success.
         _sync_directory(parent)
@@ -309,6 +308,18 @@ def _link_error(directory: Path) -> StorageError:
     return StorageError(
         f"{directory} is a symbolic link, and a store holds none below its root: put the directory there"
     )
+
+
+def _is_taken(path: str) -> bool:
+    """Return whether a file stands at `path`; raise if something else does, which cannot be an object."""
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    if not stat.S_ISREG(mode):
+        number = errno.ELOOP if stat.S_ISLNK(mode) else errno.EISDIR
+        raise OSError(number, os.strerror(number))
+    return True
 
 
 def _sync_directory(directory: Path) -> None:

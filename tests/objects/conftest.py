@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import pytest
+from servers import FaultProxy, RcloneS3, SeaweedS3
+
+from dcr_store.objects.open import open_objects
+from dcr_store.objects.retry import RetryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from dcr_store.ports import ObjectStore
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[SeaweedS3]:
+    with SeaweedS3() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone() -> Iterator[RcloneS3]:
+    with RcloneS3() as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(seaweed: SeaweedS3) -> Iterator[FaultProxy]:
+    with FaultProxy(seaweed.endpoint_url, seed=1) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def behind_proxy(seaweed: SeaweedS3, proxy: FaultProxy) -> Callable[..., ObjectStore]:
+    """Open the same empty prefix behind `proxy`, as often as wanted, with the policy and botocore settings given."""
+    url = seaweed.new_url()
+
+    def open_(policy: RetryPolicy | None = None, **config: object) -> ObjectStore:
+        options = {**seaweed.options_at(proxy.endpoint_url), "config_kwargs": config}
+        return open_objects(url, options, retry=policy or RetryPolicy(first_delay_s=0.02))
+
+    return open_
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], ObjectStore]:
+    """Open the same empty store, each time anew."""
+    if request.param == "memory":
+        name = secrets.token_hex(8)
+        return lambda: open_objects(f"memory://{name}/store")
+    if request.param == "file":
+        return lambda: open_objects(tmp_path / "store")
+    seaweed: SeaweedS3 = request.getfixturevalue("seaweed")
+    url = seaweed.new_url()
+    return lambda: open_objects(url, seaweed.storage_options)
+
+
+@pytest.fixture
+def objects(opener: Callable[[], ObjectStore]) -> ObjectStore:
+    return opener()
