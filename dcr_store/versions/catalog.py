@@ -154,6 +154,8 @@ class Catalog:
     def chain(self, located: Located) -> list[Located]:
         """Return the versions from the nearest anchor to `located`, in order."""
         log = self.log(located.line)
+        if log.state.head is None or log.state.head.version < located.row.version:
+            log.refresh()
         chain = [located]
         while chain[-1].row.base is not None:
             row = log.row(chain[-1].row.version - 1)
