@@ -7,21 +7,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, NoReturn
+import math
+from typing import Any, Final, NoReturn
 
 from dcr_store.errors import FormatError, IntegrityError, InvalidInputError
 
+MAX_DEPTH: Final = 64
+MAX_METADATA_DEPTH: Final = 32  # documents wrap metadata in levels of their own
 
-def encode(document: object) -> bytes:
+
+def encode(document: object, max_depth: int = MAX_DEPTH) -> bytes:
     """Return `document` as canonical JSON.
+
+    Parameters
+    ----------
+    document : object
+        Dicts with text keys, lists, tuples, text, numbers, bools and None.
+    max_depth : int
+        How many levels it may nest.
 
     Raises
     ------
     InvalidInputError
-        If it holds something that JSON cannot say (NaN, infinity, a key that is no string, an object of another type).
+        If it holds something that JSON cannot say (NaN, infinity, a key that is no string, an object of another type),
+        or nests so deep that a reader might not get to its end.
     """
-    _check_keys(document)
     try:
+        _check(document, max_depth)
         text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         return text.encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -30,16 +42,19 @@ def encode(document: object) -> bytes:
         ) from error
 
 
-def _check_keys(value: object) -> None:
-    """Refuse keys that json.dumps would turn into text by itself (two of them could meet)."""
+def _check(value: object, levels: int) -> None:
+    """Refuse keys that json.dumps would turn into text by itself (two of them could meet), and too many levels."""
+    if not isinstance(value, dict | list | tuple):
+        return
+    if levels == 0:
+        raise InvalidInputError("cannot be written as JSON: it nests too many levels of objects and lists; flatten it")
     if isinstance(value, dict):
-        for key, item in value.items():
+        for key in value:
             if not isinstance(key, str):
                 raise InvalidInputError(f"cannot be written as JSON: the key {key!r} is no string; use str({key!r})")
-            _check_keys(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _check_keys(item)
+        value = list(value.values())
+    for item in value:
+        _check(item, levels - 1)
 
 
 def decode(data: bytes, key: str) -> Any:
@@ -58,7 +73,9 @@ def decode(data: bytes, key: str) -> Any:
         If the bytes are no JSON of the strict kind.
     """
     try:
-        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        return json.loads(
+            data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise FormatError(
             f"is not a JSON document of dcr_store: {error}; restore it from a good copy", key=key
@@ -103,12 +120,12 @@ def open_body(data: bytes, key: str) -> dict[str, Any] | None:
     """Return the body of a derived document, or None if it is damaged or foreign: then it counts as missing."""
     try:
         document = decode(data, key)
-    except FormatError:
+        if not isinstance(document, dict) or not isinstance(document.get("body"), dict):
+            return None
+        body: dict[str, Any] = document["body"]
+        return body if sha256(encode(body)) == document.get("sha256") else None
+    except (FormatError, InvalidInputError):  # the latter: text that is not Unicode cannot be encoded again
         return None
-    if not isinstance(document, dict) or not isinstance(document.get("body"), dict):
-        return None
-    body: dict[str, Any] = document["body"]
-    return body if sha256(encode(body)) == document.get("sha256") else None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -120,6 +137,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"duplicate key {name!r}")
             seen.add(name)
     return result
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
 
 
 def _refuse_constant(text: str) -> NoReturn:

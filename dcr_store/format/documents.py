@@ -5,20 +5,22 @@ Frozen values with ``to_json`` and ``from_json``; parsing refuses what the spec 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 from dcr_store.errors import FormatError
 from dcr_store.format import canonical
-from dcr_store.format.fields import Fields
-from dcr_store.format.names import STORE_KEY, check_writer
+from dcr_store.format.fields import MAX_VERSION, Fields
+from dcr_store.format.names import KEY, STORE_KEY, VERSION
 
 FORMAT_VERSION: Final = (1, 0)
 FEATURES: Final[frozenset[str]] = frozenset()
 CODECS: Final = ("dcr.delta", "portable")
 SPACES: Final = ("u8", "u16", "u32", "u64")
 KINDS: Final = ("mask", "value", "present")
+_FORMAT_VERSION: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class ObjectRef:
     @classmethod
     def from_json(cls, fields: Fields) -> ObjectRef:
         """Parse; ``FormatError`` names the field."""
-        return cls(fields.text("key"), fields.hex("sha256", 64), fields.count("nbytes"))
+        key = fields.matching("key", KEY, "a key below the store's prefix")
+        return cls(key, fields.hex("sha256", 64), fields.count("nbytes"))
 
     @classmethod
     def of(cls, key: str, data: bytes | bytearray | memoryview) -> ObjectRef:
@@ -72,10 +75,8 @@ class StoreDocument:
     def from_bytes(cls, data: bytes) -> StoreDocument:
         """Parse and apply the compatibility rules of §3."""
         fields = Fields(canonical.decode_object(data, STORE_KEY, "dcr-store"), STORE_KEY)
-        text = fields.text("version")
+        text = fields.matching("version", _FORMAT_VERSION, "MAJOR.MINOR")
         major, _, minor = text.partition(".")
-        if not (major.isdecimal() and minor.isdecimal()):
-            raise FormatError("the format version is malformed", key=STORE_KEY, expected="MAJOR.MINOR", found=text)
         if int(major) != FORMAT_VERSION[0]:
             raise FormatError(
                 "the store has another major format version; use the dcr_store release that wrote it or a newer one",
@@ -98,7 +99,7 @@ class StoreDocument:
                 "chunk_elements is wrong", key=STORE_KEY, expected="a power of two, 64 to 2^24", found=chunk_elements
             )
         return cls(
-            fields.hex("store_id", 32), codec, chunk_elements, fields.text("created_at"), (int(major), int(minor))
+            fields.hex("store_id", 32), codec, chunk_elements, fields.time("created_at"), (int(major), int(minor))
         )
 
     def check_writable(self) -> None:
@@ -141,9 +142,9 @@ class Partition:
             check_array(fields.text("array"), fields.key),
             fields.count("index"),
             fields.hex("incarnation", 16),
-            fields.count("nbytes"),
+            fields.count("nbytes", 1),
             fields.hex("sha256", 64),
-            fields.count("chunks"),
+            fields.count("chunks", 1),
         )
 
 
@@ -182,9 +183,9 @@ class Array:
         """Parse; ``FormatError`` names the field."""
         array = cls(
             check_array(fields.text("array"), fields.key),
-            fields.count("shape"),
-            fields.count("chunk"),
-            fields.count("shard"),
+            fields.count("shape", 1),
+            fields.count("chunk", 1),
+            fields.count("shard", 1),
             fields.text("codec"),
             ObjectRef.from_json(fields.object("zarr")),
         )
@@ -192,7 +193,7 @@ class Array:
             raise FormatError(
                 "unknown array codec; upgrade dcr_store", key=fields.key, expected=CODECS, found=array.codec
             )
-        if array.chunk < 1 or array.shard < 1 or array.shard % array.chunk:
+        if array.shard % array.chunk:
             raise FormatError(
                 "the shard is no multiple of the chunk",
                 key=fields.key,
@@ -228,6 +229,7 @@ class Seal:
     @classmethod
     def from_json(cls, fields: Fields) -> Seal:
         """Parse; ``FormatError`` names the field."""
+        fields.optional_object("ownership")
         return cls(
             tuple(Array.from_json(item) for item in fields.objects("arrays")),
             tuple(Partition.from_json(item) for item in fields.objects("partitions")),
@@ -275,13 +277,13 @@ class JournalEntry:
         fields = Fields(canonical.decode_object(data, key, "dcr-journal"), key)
         seal = fields.optional_object("seal")
         return cls(
-            fields.text("line"),
+            fields.line(),
             fields.hex("txid", 32),
             fields.count("attempt"),
-            check_writer(fields.text("writer")),
+            fields.writer(),
             fields.hex("incarnation", 16),
             fields.count("seq"),
-            None if fields.optional_text("prev") is None else fields.hex("prev", 64),
+            fields.optional_hex("prev", 64),
             tuple(Partition.from_json(item) for item in fields.objects("partitions")),
             None if seal is None else Seal.from_json(seal),
         )
@@ -302,7 +304,7 @@ class SealRef:
     @classmethod
     def from_json(cls, fields: Fields) -> SealRef:
         """Parse; ``FormatError`` names the field."""
-        return cls(check_writer(fields.text("writer")), fields.hex("incarnation", 16), ObjectRef.from_json(fields))
+        return cls(fields.writer(), fields.hex("incarnation", 16), ObjectRef.from_json(fields))
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +407,9 @@ class Base:
     @classmethod
     def from_json(cls, fields: Fields | None) -> Base | None:
         """Parse; None stays None."""
-        return None if fields is None else cls(fields.text("version"), fields.hex("root", 64))
+        if fields is None:
+            return None
+        return cls(fields.matching("version", VERSION, "line@number"), fields.hex("root", 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,15 +462,17 @@ class Manifest:
             raise FormatError("names a file twice", key=key, expected="unique paths", found=[f.path for f in files])
         if unknown := sorted(set(digests.document) - set(SPACES)):
             raise FormatError("has digests of unknown spaces", key=key, expected=SPACES, found=unknown)
+        if not fields.array("seals"):
+            raise FormatError("names no seal", key=key, expected="at least one", found=0)
         return cls(
-            fields.text("line"),
-            fields.count("version"),
+            fields.line(),
+            fields.count("version", 0, MAX_VERSION),
             fields.hex("txid", 32),
             fields.count("attempt"),
             fields.hex("layout", 64),
             Base.from_json(fields.optional_object("base")),
             fields.hex("root", 64),
-            fields.text("created_at"),
+            fields.time("created_at"),
             tuple(SealRef.from_json(item) for item in fields.objects("seals")),
             {
                 space: Digests(

@@ -1,6 +1,7 @@
 """Reading typed fields out of parsed JSON. Each problem is a ``FormatError`` that names document and field.
 
-Unknown fields are left alone: a newer minor version may add some.
+A field that the spec names must be there, also where it may be null. Unknown fields are left alone: a newer minor
+version may add some.
 """
 
 from __future__ import annotations
@@ -11,8 +12,17 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from dcr_store.errors import FormatError
+from dcr_store.format.names import LINE, PARTICIPANT
+
+MAX_COUNT: Final = (1 << 53) - 1
+"""Past it JSON parsers disagree (docs/spec/v1.md §3)."""
+MAX_VERSION: Final = 10**12 - 1
+"""Twelve digits, as in keys."""
 
 _HEX: Final = re.compile(r"[0-9a-f]+")
+_TIME: Final = re.compile(
+    r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])T([01][0-9]|2[0-3]):[0-5][0-9]:([0-5][0-9]|60)\.[0-9]{3}Z"
+)
 
 
 def now() -> str:
@@ -49,25 +59,61 @@ class Fields:
             raise FormatError(f"field {name!r} is wrong", key=self.key, expected=what, found=found)
         return value
 
-    def text(self, name: str) -> str:
-        """Return a string."""
+    def text(self, name: str, *, empty: bool = True) -> str:
+        """Return a string, perhaps an `empty` one."""
         value: str = self._get(name, str, "text")
+        if not (value or empty):
+            raise FormatError(f"field {name!r} is wrong", key=self.key, expected="text", found="an empty one")
         return value
+
+    def _is_null(self, name: str) -> bool:
+        """Whether a field is there and null."""
+        return name in self.document and self.document[name] is None
+
+    def matching(self, name: str, pattern: re.Pattern[str], what: str) -> str:
+        """Return a string that `pattern` matches as a whole."""
+        value = self.text(name)
+        if not pattern.fullmatch(value):
+            raise FormatError(f"field {name!r} is wrong", key=self.key, expected=what, found=repr(value)[:80])
+        return value
+
+    def line(self, name: str = "line") -> str:
+        """Return a string that can name a line."""
+        return self.matching(name, LINE, "a name of a line")
+
+    def writer(self, name: str = "writer") -> str:
+        """Return a string that can name a writer."""
+        return self.matching(name, PARTICIPANT, "a name of a writer, without a dot")
+
+    def writers(self, name: str = "writers") -> tuple[str, ...]:
+        """Return a list of at least one writer, each named once."""
+        found = self.texts(name)
+        if not found or len(set(found)) != len(found) or not all(PARTICIPANT.fullmatch(item) for item in found):
+            raise FormatError(
+                f"field {name!r} is wrong", key=self.key, expected="distinct names of writers", found=repr(found)[:80]
+            )
+        return tuple(found)
+
+    def time(self, name: str) -> str:
+        """Return a time as `now` writes it."""
+        return self.matching(name, _TIME, "RFC 3339 in UTC with milliseconds and Z")
 
     def optional_text(self, name: str) -> str | None:
         """Return a string or None."""
-        return None if self.document.get(name) is None else self.text(name)
+        return None if self._is_null(name) else self.text(name)
 
-    def count(self, name: str) -> int:
-        """Return an integer of 0 or more."""
-        value: int = self._get(name, int, "an integer >= 0")
-        if value < 0:
-            raise FormatError(f"field {name!r} is wrong", key=self.key, expected="an integer >= 0", found=value)
+    def count(self, name: str, least: int = 0, most: int = MAX_COUNT) -> int:
+        """Return an integer from `least` to `most`."""
+        what = f"an integer from {least} to {most}"
+        value: int = self._get(name, int, what)
+        if not least <= value <= most:
+            found = value if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
+            raise FormatError(f"field {name!r} is wrong", key=self.key, expected=what, found=found)
         return value
 
     def optional_count(self, name: str) -> int | None:
         """Return an integer of 0 or more, or None."""
-        return None if self.document.get(name) is None else self.count(name)
+        return None if self._is_null(name) else self.count(name)
 
     def hex(self, name: str, n_digits: int) -> str:
         """Return `n_digits` lower-case hex digits."""
@@ -83,9 +129,13 @@ class Fields:
         value: dict[str, Any] = self._get(name, dict, "an object")
         return Fields(value, f"{self.key}#{name}")
 
+    def optional_hex(self, name: str, n_digits: int) -> str | None:
+        """Return `n_digits` lower-case hex digits, or None."""
+        return None if self._is_null(name) else self.hex(name, n_digits)
+
     def optional_object(self, name: str) -> Fields | None:
         """Return an object or None."""
-        return None if self.document.get(name) is None else self.object(name)
+        return None if self._is_null(name) else self.object(name)
 
     def array(self, name: str) -> list[Any]:
         """Return a list."""

@@ -13,26 +13,20 @@ from typing import Final
 from dcr_store.errors import InvalidInputError
 
 STORE_KEY: Final = "dcr.json"
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_PARTICIPANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-_VERSION: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,127})@(0|[1-9][0-9]{0,11})")
+LINE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+PARTICIPANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+VERSION: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,127})@(0|[1-9][0-9]{0,11})")
+KEY: Final = re.compile(r"(?!\.{1,2}(?:/|\Z))[^/\\\0]+(?:/(?!\.{1,2}(?:/|\Z))[^/\\\0]+)*")
+"""A key below the store's prefix, as documents may refer to it."""
 _ROOT: Final = re.compile(r"[0-9a-f]{8,64}")
 
 
 def check_line(name: object) -> str:
     """Return `name` if it can name a line, else raise ``InvalidInputError``."""
-    return _check(name, _NAME, "line", "[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-def check_writer(name: object) -> str:
-    """Return `name` if it can name a writer, else raise ``InvalidInputError``."""
-    return _check(name, _PARTICIPANT, "writer", "[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-
-
-def _check(name: object, pattern: re.Pattern[str], what: str, shown: str) -> str:
-    if not isinstance(name, str) or not pattern.fullmatch(name):
+    if not isinstance(name, str) or not LINE.fullmatch(name):
         text = repr(name)
-        raise InvalidInputError(f"{text if len(text) <= 80 else text[:77] + '...'} cannot name a {what}; use {shown}")
+        shown = text if len(text) <= 80 else f"{text[:77]}..."
+        raise InvalidInputError(f"{shown} cannot name a line; use {LINE.pattern}")
     return name
 
 
@@ -61,10 +55,10 @@ class VersionRef:
         Text that could be either is taken for a root's prefix first, as the line if no root has it.
         """
         if isinstance(text, str):
-            if match := _VERSION.fullmatch(text):
+            if match := VERSION.fullmatch(text):
                 return cls(match[1], int(match[2]), None)
             prefix = text if _ROOT.fullmatch(text) else None
-            if _NAME.fullmatch(text):
+            if LINE.fullmatch(text):
                 return cls(text, None, prefix)
         raise InvalidInputError(
             f"{text!r} is no version; use LINE@NUMBER, LINE, or at least 8 hex digits of a state root"

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from dcr_store.errors import FormatError
 from dcr_store.format import canonical
 from dcr_store.format.documents import Base, Counts, ObjectRef
-from dcr_store.format.fields import Fields
-from dcr_store.format.names import check_writer
+from dcr_store.format.fields import MAX_VERSION, Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,31 +145,31 @@ def parse_record(data: bytes, key: str) -> Record:
     fields = Fields(canonical.decode_object(data, key, "dcr-log"), key)
     kind = fields.text("kind")
     common: dict[str, Any] = {
-        "line": fields.text("line"),
+        "line": fields.line(),
         "seq": fields.count("seq"),
         "id": fields.hex("id", 32),
         "prev": fields.hex("prev", 64),
-        "created_at": fields.text("created_at"),
+        "created_at": fields.time("created_at"),
         "txid": fields.hex("txid", 32) if kind in ("begin", "resume", "commit", "abort") else "",
     }
     if kind == "begin":
         return Begin(
             **common,
-            owner=fields.text("owner"),
-            version=fields.count("version"),
+            owner=fields.text("owner", empty=False),
+            version=fields.count("version", 0, MAX_VERSION),
             base=Base.from_json(fields.optional_object("base")),
-            layout=None if fields.optional_text("layout") is None else fields.hex("layout", 64),
-            writers=tuple(check_writer(name) for name in fields.texts("writers")),
+            layout=fields.optional_hex("layout", 64),
+            writers=fields.writers(),
             message=fields.optional_text("message"),
             metadata=fields.object("metadata").document,
         )
     if kind == "resume":
-        return Resume(**common, attempt=fields.count("attempt"), owner=fields.text("owner"))
+        return Resume(**common, attempt=fields.count("attempt", 1), owner=fields.text("owner", empty=False))
     if kind == "commit":
         return Commit(
             **common,
             attempt=fields.count("attempt"),
-            version=fields.count("version"),
+            version=fields.count("version", 0, MAX_VERSION),
             base=Base.from_json(fields.optional_object("base")),
             layout=fields.hex("layout", 64),
             root=fields.hex("root", 64),

@@ -44,7 +44,7 @@ def read_hint(objects: ObjectStore, line: str) -> Hint | None:
     if fields is None:
         return None
     try:
-        return Hint(fields.optional_count("checkpoint"), fields.count("length"), fields.hex("last_sha256", 64))
+        return Hint(fields.optional_count("checkpoint"), fields.count("length", 1), fields.hex("last_sha256", 64))
     except FormatError:
         return None
 

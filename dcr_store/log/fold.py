@@ -11,7 +11,7 @@ from typing import Any, Final
 from dcr_store.errors import IntegrityError
 from dcr_store.format import canonical
 from dcr_store.format.documents import Base, Counts, ObjectRef
-from dcr_store.format.fields import Fields
+from dcr_store.format.fields import MAX_VERSION, Fields
 from dcr_store.format.names import record_key, version_name
 from dcr_store.format.records import Abort, Begin, Commit, Record, Resume
 
@@ -57,16 +57,16 @@ class OpenTransaction:
             return None
         return cls(
             fields.hex("txid", 32),
-            fields.text("owner"),
+            fields.text("owner", empty=False),
             fields.count("attempt"),
-            fields.count("version"),
+            fields.count("version", 0, MAX_VERSION),
             Base.from_json(fields.optional_object("base")),
-            fields.optional_text("layout"),
-            tuple(fields.texts("writers")),
+            fields.optional_hex("layout", 64),
+            fields.writers(),
             fields.optional_text("message"),
             fields.object("metadata").document,
             fields.count("seq"),
-            fields.text("created_at"),
+            fields.time("created_at"),
         )
 
 
@@ -117,7 +117,7 @@ class VersionRow:
         """Parse; ``FormatError`` names the field."""
         metadata = fields.optional_object("metadata")
         return cls(
-            fields.count("version"),
+            fields.count("version", 0, MAX_VERSION),
             fields.count("seq"),
             fields.count("begin_seq"),
             fields.hex("txid", 32),
@@ -129,7 +129,7 @@ class VersionRow:
             Counts.from_json(fields.object("counts")),
             fields.optional_text("message"),
             None if metadata is None else metadata.document,
-            fields.text("created_at"),
+            fields.time("created_at"),
             fields.hex("record_sha256", 64),
         )
 

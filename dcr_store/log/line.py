@@ -236,8 +236,9 @@ class LineLog:
             state = self._refresh()
             record = decide(state)
             data = record.to_bytes()
-            advanced = fold.apply(state, record, data)
             key = record_key(self.line, state.length)
+            # Parsed again: a record that no reader accepts would be the end of the line.
+            advanced = fold.apply(state, parse_record(data, key), data)
             events.reached(f"log.{record.kind}.before", key)
             # A crash just before leaves the log as it was; just after, the record stands and every reader sees it.
             if self._put(key, data):
