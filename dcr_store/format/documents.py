@@ -213,6 +213,7 @@ class Seal:
     journal: tuple[ObjectRef, ...]
     files: tuple[ObjectRef, ...]
     changed: int
+    ownership: ObjectRef | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -222,14 +223,14 @@ class Seal:
             "contributions": self.contributions.to_json(),
             "journal": [ref.to_json() for ref in self.journal],
             "files": [ref.to_json() for ref in self.files],
-            "ownership": None,
+            "ownership": None if self.ownership is None else self.ownership.to_json(),
             "counts": {"changed": self.changed},
         }
 
     @classmethod
     def from_json(cls, fields: Fields) -> Seal:
         """Parse; ``FormatError`` names the field."""
-        fields.optional_object("ownership")
+        ownership = fields.optional_object("ownership")
         return cls(
             tuple(Array.from_json(item) for item in fields.objects("arrays")),
             tuple(Partition.from_json(item) for item in fields.objects("partitions")),
@@ -237,6 +238,7 @@ class Seal:
             tuple(ObjectRef.from_json(item) for item in fields.objects("journal")),
             tuple(ObjectRef.from_json(item) for item in fields.objects("files")),
             fields.object("counts").count("changed"),
+            None if ownership is None else ObjectRef.from_json(ownership),
         )
 
 

@@ -146,6 +146,10 @@ class Fields:
         """Return a list of objects."""
         return [Fields.of(item, f"{self.key}#{name}[{i}]") for i, item in enumerate(self.array(name))]
 
+    def counts(self, name: str) -> list[int]:
+        """Return a list of integers of 0 or more."""
+        return [Fields({name: item}, self.key).count(name) for item in self.array(name)]
+
     def texts(self, name: str) -> list[str]:
         """Return a list of strings."""
         value = self.array(name)

@@ -24,10 +24,13 @@ _ROOT: Final = re.compile(r"[0-9a-f]{8,64}")
 def check_line(name: object) -> str:
     """Return `name` if it can name a line, else raise ``InvalidInputError``."""
     if not isinstance(name, str) or not LINE.fullmatch(name):
-        text = repr(name)
-        shown = text if len(text) <= 80 else f"{text[:77]}..."
-        raise InvalidInputError(f"{shown} cannot name a line; use {LINE.pattern}")
+        raise InvalidInputError(f"{_shown(name)} cannot name a line; use {LINE.pattern}")
     return name
+
+
+def _shown(name: object) -> str:
+    text = repr(name)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def new_txid() -> str:
@@ -61,7 +64,7 @@ class VersionRef:
             if LINE.fullmatch(text):
                 return cls(text, None, prefix)
         raise InvalidInputError(
-            f"{text!r} is no version; use LINE@NUMBER, LINE, or at least 8 hex digits of a state root"
+            f"{_shown(text)} is no version; use LINE@NUMBER, LINE, or at least 8 hex digits of a state root"
         )
 
 

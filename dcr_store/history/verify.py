@@ -163,6 +163,7 @@ def _refs_of(catalog: Catalog, manifest: Manifest, findings: _Findings) -> list[
             continue
         refs += [array.zarr for array in entry.seal.arrays]
         refs += [entry.seal.contributions, *entry.seal.journal, *entry.seal.files]
+        refs += [] if entry.seal.ownership is None else [entry.seal.ownership]
         refs += [item.ref for item in payload.sealed_partitions(manifest, entry)]
     return refs
 

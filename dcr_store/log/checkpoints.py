@@ -44,6 +44,8 @@ def read_hint(objects: ObjectStore, line: str) -> Hint | None:
     if fields is None:
         return None
     try:
+        if fields.line() != line:
+            return None
         return Hint(fields.optional_count("checkpoint"), fields.count("length", 1), fields.hex("last_sha256", 64))
     except FormatError:
         return None
@@ -74,7 +76,9 @@ def read_checkpoint(objects: ObjectStore, line: str, seq: int, store_sha256: str
             return None
         head = fields.optional_object("head")
         rows = tuple(VersionRow.from_json(item) for item in fields.objects("rows"))
-        segments = tuple(int(item) for item in fields.array("segments"))
+        segments = tuple(fields.counts("segments"))
+        if list(segments) != sorted(set(segments)) or any(item >= seq for item in segments):
+            return None
         if len(rows) >= SEGMENT_VERSIONS:
             rows, segments = (), (*segments, seq)
         return LineState(
@@ -86,7 +90,7 @@ def read_checkpoint(objects: ObjectStore, line: str, seq: int, store_sha256: str
             rows,
             segments,
         )
-    except (FormatError, ValueError, TypeError):
+    except FormatError:
         return None
 
 

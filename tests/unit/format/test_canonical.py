@@ -1,0 +1,175 @@
+"""Canonical JSON: one document, one byte string; what is no strict JSON is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcr_store.errors import FormatError, IntegrityError, InvalidInputError
+from dcr_store.format import canonical
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(JSON)
+def test_round_trip(document: Any) -> None:
+    data = canonical.encode(document)
+    assert canonical.decode(data, "k") == document
+    assert canonical.encode(canonical.decode(data, "k")) == data
+
+
+@given(st.dictionaries(TEXT, st.integers(), min_size=2))
+def test_order_of_insertion_does_not_show(document: dict[str, int]) -> None:
+    assert canonical.encode(document) == canonical.encode(dict(reversed(document.items())))
+
+
+def test_form() -> None:
+    assert canonical.encode({"b": [1, 2.5, None, True], "a": {}, "ä": "\u2028é😀"}) == (
+        '{"a":{},"b":[1,2.5,null,true],"ä":"\u2028é😀"}'.encode()
+    )
+    # By code point: the order of UTF-16 would put the second key first.
+    assert canonical.encode({"\U00010000": 1, "\uffff": 2}) == '{"\uffff":2,"\U00010000":1}'.encode()
+
+
+def nested(levels: int) -> list[Any]:
+    document: list[Any] = []
+    for _ in range(levels - 1):
+        document = [document]
+    return document
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        float("nan"),
+        [float("inf")],
+        {"a": -float("inf")},
+        {1: "a"},
+        [{None: 1}],
+        [({True: 1},)],
+        {"a": object()},
+        {"a": b"bytes"},
+        {"a": {1, 2}},
+        "\ud800",
+        {"\ud800": 1},
+        10**5000,
+        nested(canonical.MAX_DEPTH + 1),
+        nested(100_000),
+    ],
+    ids=lambda document: type(document).__name__,
+)
+def test_refuses_to_write(document: object) -> None:
+    with pytest.raises(InvalidInputError, match="cannot be written as JSON"):
+        canonical.encode(document)
+
+
+def test_a_document_that_holds_itself_is_refused() -> None:
+    document: list[Any] = []
+    document.append(document)
+    with pytest.raises(InvalidInputError):
+        canonical.encode(document)
+
+
+def test_levels() -> None:
+    assert canonical.encode(nested(canonical.MAX_DEPTH)) == b"[" * 64 + b"]" * 64
+    canonical.encode(nested(3), 3)
+    with pytest.raises(InvalidInputError, match="levels"):
+        canonical.encode(nested(4), 3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"{}x",
+        b"\xff\xfe",
+        b"\xef\xbb\xbf{}",
+        b'{"a":1,"a":1}',
+        b'[{"b":{"a":1,"c":2,"a":3}}]',
+        b'{"a":NaN}',
+        b"[Infinity]",
+        b"[-Infinity]",
+        b"[1e999]",
+        b"[-1e999]",
+        b"[" * 100_000,
+        b"1" * 5000,
+        b"{'a':1}",
+        b'{"a":01}',
+    ],
+    ids=lambda data: repr(data[:20]),
+)
+def test_refuses_to_read(data: bytes) -> None:
+    with pytest.raises(FormatError, match="some/key"):
+        canonical.decode(data, "some/key")
+
+
+def test_a_duplicate_key_is_named() -> None:
+    with pytest.raises(FormatError, match="duplicate key 'attempt'"):
+        canonical.decode(b'{"attempt":0,"x":1,"attempt":1}', "k")
+
+
+def test_foreign_documents() -> None:
+    assert canonical.decode_object(b'{"format":"dcr-log","x":1}', "k", "dcr-log") == {"format": "dcr-log", "x": 1}
+    for data, found in ((b'{"format":"other"}', "other"), (b"{}", None), (b"[]", "list"), (b'"dcr-log"', "str")):
+        with pytest.raises(FormatError, match="foreign") as caught:
+            canonical.decode_object(data, "k", "dcr-log")
+        assert (caught.value.key, caught.value.expected, caught.value.found) == ("k", "dcr-log", found)
+
+
+def test_sha256() -> None:
+    assert canonical.sha256(b"abc") == hashlib.sha256(b"abc").hexdigest()
+    canonical.check_sha256(b"abc", canonical.sha256(b"abc"), "k")
+    with pytest.raises(IntegrityError) as caught:
+        canonical.check_sha256(b"abd", canonical.sha256(b"abc"), "some/key")
+    assert caught.value.key == "some/key"
+    assert canonical.sha256(b"abc") in str(caught.value)
+    assert canonical.sha256(b"abd") in str(caught.value)
+
+
+class TestDerivedDocuments:
+    body: ClassVar = {"format": "x", "n": 1, "s": "é"}
+
+    def test_round_trip(self) -> None:
+        data = canonical.seal_body(self.body)
+        document = json.loads(data)
+        assert document["sha256"] == hashlib.sha256(canonical.encode(document["body"])).hexdigest()
+        assert canonical.open_body(data, "k") == self.body
+
+    def test_every_flipped_bit_makes_it_count_as_missing(self) -> None:
+        data = canonical.seal_body(self.body)
+        for i in range(8 * len(data)):
+            damaged = bytearray(data)
+            damaged[i // 8] ^= 1 << i % 8
+            assert canonical.open_body(bytes(damaged), "k") != self.body or bytes(damaged) == data
+
+    def test_every_truncation_makes_it_count_as_missing(self) -> None:
+        data = canonical.seal_body(self.body)
+        assert all(canonical.open_body(data[:n], "k") is None for n in range(len(data)))
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"[]",
+            b"1",
+            b"{}",
+            b'{"body":[],"sha256":""}',
+            b'{"body":{}}',
+            b'{"body":{},"sha256":1}',
+            b'{"body":{"a":"\\ud800"},"sha256":"x"}',
+            b'{"body":{"a":1e999},"sha256":"x"}',
+            b'{"body":' + b'{"a":' * 200 + b"1" + b"}" * 200 + b',"sha256":"x"}',
+        ],
+    )
+    def test_what_is_none_counts_as_missing(self, data: bytes) -> None:
+        assert canonical.open_body(data, "k") is None
