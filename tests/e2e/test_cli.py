@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
+from servers import SeaweedS3
 
 import dcr_store
 from dcr_store.cli.main import main
@@ -481,6 +482,26 @@ def test_names_with_control_characters_never_reach_the_terminal(tmp_path: Path) 
         assert not {"\x1b", "\x07", "\u202e"} & set(out)
     assert "evil\\x1b[2J\\n\\u202e" in text("diff", store, "main@0", "main@1")
     assert document("show", store, "main@0")["tensors"][0]["name"] == name
+
+
+# ---- a bucket
+
+
+def test_verbs_on_s3(seaweed: SeaweedS3, checkpoints: list[Path], tmp_path: Path) -> None:
+    """Quiet there too, with the server given by options or by the environment."""
+    url = seaweed.new_url()
+    options = [
+        f"--storage-option={name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in seaweed.storage_options.items()
+    ]
+    text("init", url, "--chunk-elements", 256, *options)
+    text("publish", url, checkpoints[1], *options)
+    assert "main@0" in text("log", "-", DCR_STORE=url, **seaweed.environment)
+    assert document("pull", url, tmp_path / "local", *options)["version"] == "main@0"
+    assert files(tmp_path / "local") == files(checkpoints[1])
+    assert document("verify", url, "--deep", *options)["ok"] is True
+    assert "already" in refused("init", url, *options)
+    assert f"dcr init {url}-missing" in refused("log", f"{url}-missing", *options)
 
 
 # ---- being a good process

@@ -157,3 +157,14 @@ def test_every_failure_is_one_line(
         err = capsys.readouterr().err
         assert err.startswith("Traceback")
         assert line in err
+
+
+def test_a_demo_without_its_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> object:
+        raise ModuleNotFoundError(f"No module named {name!r}", name="transformers")
+
+    monkeypatch.setattr("dcr_store.cli.demonstrating.import_module", missing)
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == "dcr: the demo needs the package transformers; install dcr-store[demo]\n"
