@@ -39,6 +39,8 @@ LARGE_NBYTES: Final = 1 << 20  # payloads from here on are sent in pieces, after
 class S3Objects:
     """An object store below a prefix of a bucket. See ``dcr_store.ports.ObjectStore``.
 
+    Some servers go on to name the "directories" of deleted objects for a while; ``list_names`` passes that on.
+
     Parameters
     ----------
     url : str
@@ -119,7 +121,10 @@ class S3Objects:
         try:
             answer: T = sync(self._files.loop, within)
         except Exception as error:
-            raise translated(error, action, self.url, key) from error
+            meant = translated(error, action, self.url, key)
+            if meant is error:
+                raise
+            raise meant from error
         self._bucket_seen = True
         return answer
 
@@ -257,7 +262,7 @@ class S3Objects:
         except NotFoundError:
             if not self._bucket_seen:
                 # HEAD has no body to say that it is the bucket which is missing.
-                self.call("list", key, "list_objects_v2", MaxKeys=1)
+                self.call("list", key, "list_objects_v2", Prefix=self.prefix, MaxKeys=1)
             return None
         return int(answer["ContentLength"])
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from servers import FaultProxy, RcloneS3, SeaweedS3
+from servers import FaultProxy, RcloneS3
 
 from dcr_store.objects.open import open_objects
 from dcr_store.objects.retry import RetryPolicy
@@ -13,19 +13,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from servers import SeaweedS3
+
     from dcr_store.ports import ObjectStore
-
-
-@pytest.fixture(scope="session")
-def seaweed() -> Iterator[SeaweedS3]:
-    with SeaweedS3() as server:
-        yield server
 
 
 @pytest.fixture(scope="session")
 def rclone() -> Iterator[RcloneS3]:
     with RcloneS3() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def session() -> Any:
+    """One botocore session for all clients: each new one reads megabytes of JSON."""
+    from aiobotocore.session import AioSession
+
+    return AioSession()
 
 
 @pytest.fixture
@@ -35,12 +39,12 @@ def proxy(seaweed: SeaweedS3) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture
-def behind_proxy(seaweed: SeaweedS3, proxy: FaultProxy) -> Callable[..., ObjectStore]:
+def behind_proxy(seaweed: SeaweedS3, proxy: FaultProxy, session: Any) -> Callable[..., ObjectStore]:
     """Open the same empty prefix behind `proxy`, as often as wanted, with the policy and botocore settings given."""
     url = seaweed.new_url()
 
     def open_(policy: RetryPolicy | None = None, **config: object) -> ObjectStore:
-        options = {**seaweed.options_at(proxy.endpoint_url), "config_kwargs": config}
+        options = {**seaweed.options_at(proxy.endpoint_url), "config_kwargs": config, "session": session}
         return open_objects(url, options, retry=policy or RetryPolicy(first_delay_s=0.02))
 
     return open_
@@ -56,7 +60,8 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Objec
         return lambda: open_objects(tmp_path / "store")
     seaweed: SeaweedS3 = request.getfixturevalue("seaweed")
     url = seaweed.new_url()
-    return lambda: open_objects(url, seaweed.storage_options)
+    options = {**seaweed.storage_options, "session": request.getfixturevalue("session")}
+    return lambda: open_objects(url, options)
 
 
 @pytest.fixture

@@ -43,14 +43,14 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 1000, (1 << 20) - 1, (1 << 20) + 1, 5 << 20])
-def test_put_then_get(objects: ObjectStore, nbytes: int) -> None:
-    data = np.random.default_rng(nbytes).bytes(nbytes)
-    objects.put("a/b", data)
-    assert objects.get("a/b") == data
-    assert objects.size("a/b") == nbytes
-    assert objects.put_if_absent("a/c", data)
-    assert objects.get("a/c") == data
+def test_put_then_get(objects: ObjectStore) -> None:
+    for nbytes in (0, 1, 1000, (1 << 20) - 1, (1 << 20) + 1, 5 << 20):
+        data = np.random.default_rng(nbytes).bytes(nbytes)
+        objects.put("a/b", data)
+        assert objects.get("a/b") == data
+        assert objects.size("a/b") == nbytes
+        assert objects.put_if_absent(f"a/{nbytes}", data)
+        assert objects.get(f"a/{nbytes}") == data
 
 
 def test_every_bytes_like_object_is_stored_as_its_bytes(objects: ObjectStore) -> None:
@@ -64,14 +64,13 @@ def test_every_bytes_like_object_is_stored_as_its_bytes(objects: ObjectStore) ->
         assert objects.get(f"absent/{i}") == expected
 
 
-@pytest.mark.parametrize(
-    ("start", "stop"),
-    [(0, None), (0, 0), (0, 1), (3, 7), (0, 10), (9, 10), (3, None), (5, 5), (8, 99), (10, None), (10, 12), (99, 120)],
-)
-def test_ranges_are_those_of_a_slice(objects: ObjectStore, start: int, stop: int | None) -> None:
+def test_ranges_are_those_of_a_slice(objects: ObjectStore) -> None:
     data = b"0123456789"
     objects.put("k", data)
-    assert objects.get("k", start, stop) == data[start:stop]
+    for start in (0, 3, 9, 10, 99):
+        for stop in (None, 0, 1, 3, 7, 10, 99, 120):
+            if stop is None or start <= stop:
+                assert objects.get("k", start, stop) == data[start:stop]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, None), (0, -1), (5, 4)])
