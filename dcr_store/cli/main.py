@@ -1,6 +1,6 @@
 """The entry point of ``dcr``: parse, run a verb, turn every failure into one line and an exit code.
 
-Never shows a traceback unless ``DCR_DEBUG`` is set, never a warning of a library.
+Never shows a traceback unless ``DCR_DEBUG`` is set, nor a warning of a library; our own are one line each.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             if not sys.warnoptions:
                 warnings.simplefilter("ignore")
+                warnings.filterwarnings("always", category=UserWarning, module=r"dcr_store\.")
+                warnings.showwarning = _warn
             return _run(argv)
     except OutputClosedError:
         return OUTPUT_CLOSED
@@ -71,6 +73,12 @@ def _run(argv: Sequence[str] | None) -> int:
 def one_line(text: str) -> str:
     """Return `text` with line breaks, and the white space around them, flattened to single spaces."""
     return re.sub(r"\s*[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+\s*", " ", text.strip())
+
+
+def _warn(message: Warning | str, category: type[Warning], *_: object) -> None:
+    # Exactly this class: what libraries say of our calls has classes of their own.
+    if category is UserWarning:
+        to_stderr(f"dcr: warning: {one_line(str(message))}")
 
 
 def _debug() -> None:

@@ -21,7 +21,7 @@ Generated from the parser by `python -m dcr_store.cli.reference`; a test keeps i
 - `VERSION` is `LINE@NUMBER` (`main@3`), `LINE` (its newest version), or at least 8 digits of a state root.
 - With `--json` a verb prints one JSON document on standard output, on one line, in ASCII; versions are texts like
   `main@3`, sizes are bytes.
-- Progress appears on standard error, and only if that is a terminal.
+- Progress appears on standard error, and only if that is a terminal. Warnings are lines there: `dcr: warning: …`.
 - `DCR_DEBUG=1` adds the traceback to an error. `dcr --version` prints the version. `python -m dcr_store` is `dcr`.
 
 | exit code | meaning |

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 
 import pytest
 
@@ -157,6 +158,31 @@ def test_every_failure_is_one_line(
         err = capsys.readouterr().err
         assert err.startswith("Traceback")
         assert line in err
+
+
+def test_our_warnings_are_lines_and_those_of_libraries_are_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class LibraryWarning(UserWarning):
+        pass
+
+    def warn(parsed: argparse.Namespace) -> int:
+        for category, module in [
+            (UserWarning, "dcr_store.objects.probe"),
+            (UserWarning, "zarr.core"),
+            (LibraryWarning, "dcr_store.payload.arrays"),
+            (RuntimeWarning, "dcr_store.codec.chunk"),
+        ]:
+            warnings.warn_explicit(f"of\n {category.__name__} in {module}", category, "file.py", 1, module)
+        return 0
+
+    verb = _Verb(KeyboardInterrupt())
+    verb.run = warn  # type: ignore[method-assign]
+    monkeypatch.setattr("dcr_store.cli.main.build", lambda: verb)
+    shown = warnings.showwarning
+    assert main([]) == 0
+    assert capsys.readouterr().err == "dcr: warning: of UserWarning in dcr_store.objects.probe\n"
+    assert warnings.showwarning is shown
 
 
 def test_a_demo_without_its_packages_says_what_to_install(
