@@ -75,7 +75,7 @@ def one_line(text: str) -> str:
     return re.sub(r"\s*[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+\s*", " ", text.strip())
 
 
-def _warn(message: Warning | str, category: type[Warning], *_: object) -> None:
+def _warn(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
     # Exactly this class: what libraries say of our calls has classes of their own.
     if category is UserWarning:
         to_stderr(f"dcr: warning: {one_line(str(message))}")
