@@ -13,6 +13,7 @@ from typing import Final
 
 from dcr_store import events
 from dcr_store.errors import FormatError, IntegrityError, NotFoundError, OutcomeUnknownError, StorageError
+from dcr_store.format import canonical
 from dcr_store.format.names import checkpoint_key, record_key
 from dcr_store.format.records import Begin, Commit, Record, parse_record
 from dcr_store.log import checkpoints, fold
@@ -60,9 +61,22 @@ class LineLog:
             return self._refresh()
 
     def _refresh(self) -> LineState:
-        at_least = 0
-        if not self._opened:
-            at_least = self._open()
+        if self._opened:
+            return self._read_on(0)
+        at_least = self._open()
+        try:
+            self._read_on(at_least)
+        except IntegrityError:
+            if self._checkpoint is None:
+                raise
+            # A checkpoint is derived and may be wrong: the records alone decide.
+            self.state, self._checkpoint = LineState(self.line, 0, self.store_sha256), None
+            self._read_on(at_least)
+        self._opened = True
+        return self.state
+
+    def _read_on(self, at_least: int) -> LineState:
+        """Fold the records after the state; there have to be `at_least` in all."""
         while self.state.length < at_least:
             stop = min(at_least, self.state.length + 1024)
             with ThreadPoolExecutor(_N_PARALLEL) as pool:
@@ -79,7 +93,6 @@ class LineLog:
                     self._advance(data)
         while (data := self._get(self.state.length)) is not None:
             self._advance(data)
-        self._opened = True
         return self.state
 
     def _open(self) -> int:
@@ -94,13 +107,15 @@ class LineLog:
             state = next(filter(None, map(self._read_checkpoint, found)), None)
         if state is not None:
             self.state, self._checkpoint = state, state.length
-        if hint is not None and hint.length == self.state.length and hint.last_sha256 != self.state.last_sha256:
-            # The checkpoint contradicts the hint: both are derived, so ask the records alone.
-            self.state, self._checkpoint = LineState(self.line, 0, self.store_sha256), None
-        return 0 if hint is None else hint.length
+        return max(0 if hint is None else hint.length, self.state.length)
 
     def _read_checkpoint(self, seq: int) -> LineState | None:
-        return checkpoints.read_checkpoint(self.objects, self.line, seq, self.store_sha256)
+        """Return a checkpoint's state if it is that of the records: its last one is there and the one that it says."""
+        state = checkpoints.read_checkpoint(self.objects, self.line, seq, self.store_sha256)
+        if state is None or seq == 0:
+            return None
+        last = self._get(seq - 1)
+        return state if last is not None and canonical.sha256(last) == state.last_sha256 else None
 
     def _get(self, seq: int) -> bytes | None:
         try:
@@ -148,11 +163,15 @@ class LineLog:
             return None
         if version == head.version:
             return head
-        rows = self.state.rows
-        for seq in reversed(self.state.segments):
-            if rows and version >= rows[0].version:
-                break
-            rows = self._segment(seq)
+        rows, segments = self.state.rows, self.state.segments
+        while not (rows and rows[0].version <= version) and segments:
+            # Bisected: each segment is an object to fetch.
+            middle = len(segments) // 2
+            found = self._segment(segments[middle])
+            if found and version > found[-1].version:
+                segments = segments[middle + 1 :]
+            else:
+                rows, segments = found, segments[:middle]
         index = version - rows[0].version if rows else -1
         if 0 <= index < len(rows) and rows[index].version == version:
             return rows[index]
@@ -183,7 +202,10 @@ class LineLog:
         if row.metadata is not None:
             return row
         key = record_key(self.line, row.begin_seq)
-        record = parse_record(self.objects.get(key), key)
+        data = self._get(row.begin_seq)
+        if data is None:
+            raise IntegrityError("the log record is missing; restore it from a copy of the store", key=key)
+        record = parse_record(data, key)
         if not isinstance(record, Begin) or record.txid != row.txid:
             raise IntegrityError(
                 "is not the record that began the version", key=key, expected=f"begin of {row.txid}", found=record.kind
