@@ -28,6 +28,7 @@ CODED: Final = 1
 _ROTATIONS: Final = (0, 1, 3, 6)
 _N_PIECES: Final = 8
 _PIECE: Final = 1 << 11
+_WORTH_ROTATING: Final = 0.005
 
 
 def append_values(out: bytearray, values: Bits, *, rotate: bool) -> tuple[int, int]:
@@ -68,7 +69,10 @@ def choose_rotation(values: Bits) -> int:
         starts = np.linspace(0, len(values) - _PIECE, _N_PIECES).astype(np.intp)
         sample = np.concatenate([values[start : start + _PIECE] for start in starts])
     split = kernels.engine().split_planes
-    return min(_ROTATIONS, key=lambda rotation: sum(stored_nbytes(plane) for plane in split(sample, rotation)))
+    nbytes = [sum(stored_nbytes(plane) for plane in split(sample, rotation)) for rotation in _ROTATIONS]
+    best = min(nbytes)
+    # A sample says nothing of patterns that repeat far apart; rotating breaks them up and must be worth it.
+    return _ROTATIONS[nbytes.index(best)] if nbytes[0] - best > _WORTH_ROTATING * sample.nbytes else 0
 
 
 def read_values(body: StreamReader, dtype: np.dtype[Any], n: int, rotation: int, mode: int) -> Bits:
