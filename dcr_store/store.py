@@ -219,14 +219,16 @@ class Store:
         return self._catalog.lines()
 
     def log(self, line: str = "main") -> list[VersionInfo]:
-        """Return the versions of a line, oldest first.
+        """Return the versions of a line, oldest first; none for a store in which nothing has been published.
 
         Raises
         ------
         NotFoundError
-            If the line has no version.
+            If there are other lines, but not this one.
         """
-        log = self._catalog.fresh(line)
+        log = self._catalog.log(line)
+        if log.refresh().length == 0 and self.lines():
+            self._catalog.fresh(line)
         return [info_of(Located(line, log.complete(row))) for row in log.rows()]
 
     def show(self, version: str) -> VersionDetail:

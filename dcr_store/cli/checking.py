@@ -21,22 +21,27 @@ def register(verbs: Verbs) -> None:
     )
     add_store(parser)
     parser.add_argument("version", metavar="VERSION", nargs="?", help="only this version (default: all of all lines)")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--deep", action="store_true", help="also decode every chunk and compare the states' digests")
-    how.add_argument("--against", metavar="DIR", help="compare the files in DIR with VERSION instead, bit for bit")
+    parser.add_argument("--deep", action="store_true", help="also decode every chunk and compare the states' digests")
+    parser.add_argument(
+        "--against",
+        metavar="DIR",
+        help="compare the files in DIR with VERSION (default: the head of main), bit for bit; with --deep check the "
+        "version in the store as well",
+    )
     add_json(parser)
-    parser.set_defaults(run=verify, usage_error=parser.error)
+    parser.set_defaults(run=verify)
 
 
 def verify(arguments: argparse.Namespace) -> int:
     """Check a store, a version, or a directory against a version."""
-    if arguments.against is not None and arguments.version is None:
-        arguments.usage_error("--against needs VERSION")
     with open_store(arguments) as store, progress.shown():
-        if arguments.against is not None:
-            report = store.compare_directory(arguments.version, arguments.against)
-        else:
+        if arguments.against is None:
             report = store.verify(arguments.version, deep=arguments.deep)
+        else:
+            version = arguments.version or "main"
+            report = store.compare_directory(version, arguments.against)
+            if arguments.deep:
+                report = report.joined(store.verify(version, deep=True))
     if arguments.json:
         json_to_stdout(report.to_json())
     else:

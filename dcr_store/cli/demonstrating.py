@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib import import_module
 
 from dcr_store.cli.arguments import Verbs, add_json, natural
-from dcr_store.errors import InvalidInputError
 
 
 def register(verbs: Verbs) -> None:
@@ -27,16 +25,10 @@ def register(verbs: Verbs) -> None:
 
 def demo(arguments: argparse.Namespace) -> int:
     """Run the demonstration."""
-    try:
-        # By name: demo/ is a sibling on this floor.
-        run = import_module("dcr_store.demo.run").run
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("dcr_store"):
-            raise
-        raise InvalidInputError(f"the demo needs the package {error.name}; install dcr-store[demo]") from error
     from rich.console import Console
+
+    from dcr_store.demo.run import run
 
     # With --json, standard output belongs to the document.
     console = Console(stderr=arguments.json, quiet=arguments.json and not sys.stderr.isatty())
-    code: int = run(arguments.store, arguments.steps, as_json=arguments.json, console=console)
-    return code
+    return run(arguments.store, arguments.steps, as_json=arguments.json, console=console)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dcr_store import events
 from dcr_store.codec.chunk import find_changes
 from dcr_store.codec.portable import get_codec
-from dcr_store.layout.dtypes import DTYPES, Bits, uint_dtype
+from dcr_store.layout.dtypes import DTYPES, Bits, uint_dtype, width
 from dcr_store.layout.layout import TensorEntry
 from dcr_store.targets.space_file import SpaceFiles
 from dcr_store.versions.catalog import Catalog, Located
@@ -109,9 +109,11 @@ def diff(catalog: Catalog, a: Located, b: Located) -> Diff:
         bits_a = _laid_out(catalog, a, f"{directory}/a")
         bits_b = bits_a if a.row.root == b.row.root else _laid_out(catalog, b, f"{directory}/b")
         tensors = []
-        for done, entry in enumerate(new.tensors):
+        total, done = sum(entry.n_elements * width(entry.space) for entry in new.tensors), 0
+        for entry in new.tensors:
             other = old.find(entry.name)
-            events.progress(f"diff {a.name} {b.name}", done, len(new.tensors))
+            done += entry.n_elements * width(entry.space)
+            events.progress(f"diff {a.name} {b.name}", done, total)
             if other is None:
                 tensors.append(_whole(entry, "added"))
             elif (other.dtype, other.shape) != (entry.dtype, entry.shape):

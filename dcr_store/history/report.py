@@ -62,6 +62,16 @@ class VerifyReport:
         """Whether nothing is wrong."""
         return not self.problems
 
+    def joined(self, other: VerifyReport) -> VerifyReport:
+        """Return this report with what another one found."""
+        return VerifyReport(
+            [*self.problems, *other.problems],
+            self.n_objects + other.n_objects,
+            self.nbytes + other.nbytes,
+            list(dict.fromkeys([*self.versions, *other.versions])),
+            [*self.unreferenced, *other.unreferenced],
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
         return {

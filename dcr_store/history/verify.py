@@ -63,9 +63,11 @@ def verify(catalog: Catalog, version: str | None = None, *, deep: bool = False) 
         _take_log(findings, checked)
         rows = checked.rows if chosen is None else [item.row for item in catalog.chain(chosen)]
         versions += [Located(line, row) for row in rows]
-    for done, located in enumerate(versions):
-        events.progress("verify", done, len(versions))
+    total, done = sum(located.row.counts.nbytes for located in versions), 0
+    for located in versions:
         _check_version(catalog, located, findings)
+        done += located.row.counts.nbytes
+        events.progress("verify", done, total)
     if deep:
         _replay_all(catalog, versions, findings)
     unreferenced = [] if chosen is not None else sorted(set(catalog.objects.list("")) - findings.referenced)

@@ -1,7 +1,7 @@
 """The table of dtypes and spaces (docs/spec/v1.md §5): how many elements of which space a tensor takes.
 
 Sizes are Python integers and never wrap. Refuses dtypes that the table does not have, negative dimensions, and tensors
-of more than 2^62 elements.
+of more than 2^52 elements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Bits = NDArray[np.unsignedinteger[Any]]
 
 SPACES: Final = ("u8", "u16", "u32", "u64")
 ALIGNMENT_NBYTES: Final = 64
-MAX_ELEMENTS: Final = 1 << 62
+MAX_ELEMENTS: Final = 1 << 52  # addresses are JSON numbers, exact below 2^53
 """No tensor and no space has more elements: all addresses then fit a signed 64-bit integer."""
 MAX_DIMENSION: Final = (1 << 63) - 1  # what the C side of numpy and torch can hold
 
@@ -131,7 +131,7 @@ def n_elements(dtype: DType, shape: Sequence[int]) -> int:
     Raises
     ------
     InvalidInputError
-        If the shape is none, a dimension is negative or over 2^63 - 1, or the tensor has more than 2^62 elements.
+        If the shape is none, a dimension is negative or over 2^63 - 1, or the tensor has more than 2^52 elements.
     """
     n = 1
     for size in shape:
@@ -145,7 +145,7 @@ def n_elements(dtype: DType, shape: Sequence[int]) -> int:
         return 0
     n = -(-n * dtype.bits // 8) if dtype.packed else n * dtype.elements_per_value
     if n > MAX_ELEMENTS:
-        raise _refused(dtype, shape, "at most 2^62 elements", "more")
+        raise _refused(dtype, shape, "at most 2^52 elements", "more")
     return n
 
 

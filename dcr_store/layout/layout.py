@@ -276,7 +276,7 @@ class LayoutBuilder:
         Raises
         ------
         InvalidInputError
-            If the name is taken or no name, the dtype unknown, the shape none, or the space full (2^62 elements).
+            If the name is taken or no name, the dtype unknown, the shape none, or the space full (2^52 elements).
         """
         self._check_new(name)
         row = dtype(dtype_name, key=name)
@@ -363,7 +363,7 @@ def _read_tensor(row: Any, spaces: dict[str, int], key: str, index: int) -> Tens
     if row.get("space") != kind.space:
         raise _wrong(key, name, f"the space is not that of dtype {kind.name}", kind.space, row.get("space"))
     if type(start) is not int or not 0 <= start <= MAX_ELEMENTS:
-        raise _wrong(key, name, "start is no address", "an integer from 0 to 2^62", start)
+        raise _wrong(key, name, "start is no address", "an integer from 0 to 2^52", start)
     if start + size > spaces[kind.space]:
         raise _wrong(
             key, name, f"leaves space {kind.space}", f"an end of at most {spaces[kind.space]}", f"{start} + {size}"
@@ -395,7 +395,7 @@ def _read_spaces(document: object, key: str) -> dict[str, int]:
             raise FormatError(
                 f"the length of space {space} is wrong",
                 key=key,
-                expected=f"a multiple of {ALIGNMENT_NBYTES // width(space)} from 0 to 2^62",
+                expected=f"a multiple of {ALIGNMENT_NBYTES // width(space)} from 0 to 2^52",
                 found=shown(length),
             )
     return {space: document[space] for space in SPACES}

@@ -25,6 +25,7 @@ from dcr_store.payload.contributions import Rows
 from dcr_store.ports import ObjectStore
 
 PARTITION_NBYTES: Final = 64 << 20
+MAX_PARTITION_CHUNKS: Final = 256  # with tiny chunks the index would outgrow them
 IN_FLIGHT_NBYTES: Final = 128 << 20
 SPOOL_NBYTES: Final = 64 << 20
 JOURNAL_PARTITIONS: Final = 8
@@ -145,7 +146,7 @@ class PartitionWriter:
 
     def chunks_per_partition(self, space: str) -> int:
         """Return how many chunks a partition of `space` holds."""
-        return max(1, PARTITION_NBYTES // (self.chunk_elements * width(space)))
+        return min(MAX_PARTITION_CHUNKS, max(1, PARTITION_NBYTES // (self.chunk_elements * width(space))))
 
     def add(self, space: str, chunk: int, data: bytes | None, n_chunks: int | None) -> None:
         """Take one chunk, each exactly once, in any order.

@@ -79,10 +79,10 @@ class Catalog:
         """Return a line's log, read to its end; ``NotFoundError`` if it has no version."""
         log = self.log(line)
         if log.refresh().head is None:
-            lines = self.lines()
+            others = [name for name in self.lines() if name != line]
             raise NotFoundError(
                 f"the store {self.objects.url} has no version on line {line!r}; "
-                + (f"its lines: {', '.join(lines)}" if lines else "nothing has been published yet"),
+                + (f"other lines: {', '.join(others)}" if others else "nothing has been published yet"),
                 key=line,
             )
         return log

@@ -73,8 +73,6 @@ def test_pairs_are_collected() -> None:
         (["init", "S", "--chunk-elements", "1e6"], "argument --chunk-elements: expected a number"),
         (["init", "S", "--chunk-elements", "0"], "argument --chunk-elements: expected a number"),
         (["demo", "--steps", "-1"], "argument --steps: expected"),
-        (["verify", "S", "--against", "D"], "--against needs VERSION"),
-        (["verify", "S", "V", "--deep", "--against", "D"], "not allowed with argument --deep"),
         (["publish", "S", "C", "--meta", "a\nb"], "found 'a\\nb'"),
     ],
 )
@@ -183,14 +181,3 @@ def test_our_warnings_are_lines_and_those_of_libraries_are_silent(
     assert main([]) == 0
     assert capsys.readouterr().err == "dcr: warning: of UserWarning in dcr_store.objects.probe\n"
     assert warnings.showwarning is shown
-
-
-def test_a_demo_without_its_packages_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing(name: str) -> object:
-        raise ModuleNotFoundError(f"No module named {name!r}", name="transformers")
-
-    monkeypatch.setattr("dcr_store.cli.demonstrating.import_module", missing)
-    assert main(["demo"]) == 1
-    assert capsys.readouterr().err == "dcr: the demo needs the package transformers; install dcr-store[demo]\n"
