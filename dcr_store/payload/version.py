@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_store.codec.digest import state_root
-from dcr_store.errors import FormatError, IntegrityError, NotFoundError
+from dcr_store.errors import FormatError, IntegrityError, InvalidInputError, NotFoundError
 from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES, Array, JournalEntry, Manifest, ObjectRef, Partition, Seal
 from dcr_store.format.names import TransactionKeys, layout_key, version_name
@@ -30,7 +30,9 @@ def fetch(objects: ObjectStore, ref: ObjectRef) -> bytes:
     Raises
     ------
     IntegrityError
-        If it is missing, of another length, or of other content.
+        If it is missing, or of other content.
+    FormatError
+        If no object can have the key.
     """
     try:
         data = objects.get(ref.key)
@@ -41,6 +43,8 @@ def fetch(objects: ObjectStore, ref: ObjectRef) -> bytes:
             expected=f"{ref.nbytes} bytes",
             found="nothing",
         ) from error
+    except InvalidInputError as error:
+        raise FormatError(f"a document refers to what cannot be an object: {error}", key=ref.key) from error
     canonical.check_sha256(data, ref.sha256, ref.key)
     return data
 
@@ -51,6 +55,7 @@ class SealedPartition:
 
     array: Array
     partition: Partition
+    writer: str
     key: str
 
     @property
@@ -158,19 +163,29 @@ def root_of(layout: Layout, tables: Mapping[str, Table], chunk_elements: int) ->
 
 
 def sealed_partitions(manifest: Manifest, entry: JournalEntry) -> list[SealedPartition]:
-    """Return the partitions of a seal, each with its array; ``FormatError`` if one is of no array."""
+    """Return the partitions of a seal, each with its array; ``FormatError`` if one is of no array, or named twice."""
     assert entry.seal is not None
     keys = TransactionKeys(manifest.line, manifest.version, manifest.txid)
     arrays = {array.array: array for array in entry.seal.arrays}
-    result = []
+    result: dict[tuple[str, int], SealedPartition] = {}
     for item in entry.seal.partitions:
-        if item.array not in arrays:
-            raise FormatError(
-                "the seal names a partition of no array", key=keys.prefix, expected=sorted(arrays), found=item.array
-            )
         key = keys.partition(entry.writer, item.incarnation, item.array, item.index)
-        result.append(SealedPartition(arrays[item.array], item, key))
-    return result
+        array = arrays.get(item.array)
+        if array is None:
+            raise FormatError(
+                "the seal names a partition of no array", key=key, expected=sorted(arrays), found=item.array
+            )
+        if item.index * array.shard >= array.shape:
+            raise FormatError(
+                "the seal names a partition past the end of its array",
+                key=key,
+                expected=f"an index below {-(-array.shape // array.shard)}",
+                found=item.index,
+            )
+        if (item.array, item.index) in result:
+            raise FormatError("the seal names a partition twice", key=key, expected="one object for each", found="two")
+        result[item.array, item.index] = SealedPartition(array, item, entry.writer, key)
+    return list(result.values())
 
 
 def read_contents(objects: ObjectStore, manifest: Manifest, layout: Layout, chunk_elements: int) -> VersionContents:
@@ -198,6 +213,13 @@ def read_contents(objects: ObjectStore, manifest: Manifest, layout: Layout, chun
         for space, chunk, mask, overwrite, _ in contributions.by_chunk(
             contributions.decode(fetch(objects, ref), ref.key)
         ):
+            if chunk >= layout.n_chunks(space, chunk_elements):
+                raise FormatError(
+                    f"contributes to a chunk past the end of {space}",
+                    key=ref.key,
+                    expected=f"below {layout.n_chunks(space, chunk_elements)}",
+                    found=chunk,
+                )
             before = touched[space].get(chunk, (0, 0))
             touched[space][chunk] = before[0] ^ mask, before[1] ^ overwrite
     tables = read_tables(objects, manifest, layout, chunk_elements)

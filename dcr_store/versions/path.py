@@ -78,7 +78,8 @@ class Path:
             contents = self.states[step]
             for item in contents.partitions:
                 item_space = item.array.array.partition("/")[0]
-                for place in range(item.first_chunk, item.first_chunk + item.n_chunks):
+                end = min(item.first_chunk + item.n_chunks, len(contents.tables[item_space]))
+                for place in range(item.first_chunk, end):
                     if place in contents.touched[item_space]:
                         table.setdefault((item_space, place), []).append(item)
             self._partitions[step] = table

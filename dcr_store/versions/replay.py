@@ -264,8 +264,8 @@ def _apply_step(
                 codec.apply(data, bits)
                 continue
             dtype = np.dtype(np.uint8) if kind == "present" else uint_dtype(space)
-            writer = item.key.rpartition(f"/{space}/")[0]
-            overwrites.setdefault(writer, {})[kind] = codec.decode(data, dtype, len(bits))
+            # By writer, not by key: values and presence may be of two incarnations.
+            overwrites.setdefault(item.writer, {})[kind] = codec.decode(data, dtype, len(bits))
         except FormatError as error:
             raise IntegrityError(f"chunk {chunk} cannot be decoded: {error}", key=item.key) from error
     for arrays in overwrites.values():
