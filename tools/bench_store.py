@@ -1,0 +1,437 @@
+#!/usr/bin/env python3
+"""Measure publish and pull beside memcpy: GB/s of dense weights per stage, peak memory, small and odd cases.
+
+    python tools/bench_store.py [--gib 2] [--rate 0.01] [--threads 1,2] [--real DIR] [--quick] [--store URL]
+    python tools/bench_store.py --memory [--gib 4]
+    python tools/bench_store.py --cases
+
+Every figure stands beside a memcpy of the same run and the same number of threads. The state is BF16, in memory, and
+changes like in training (bench_codec.py says how); ``--real`` takes a directory of safetensors files, in the order of
+their names. Files go below TMPDIR, the store too unless ``--store`` names an empty place (an S3 endpoint comes from the
+usual AWS variables). ``--memory`` publishes and pulls through the command line and watches the anonymous memory of
+these processes; pages of files are left out. Best of several rounds; exit status 1 if a target was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from bench_codec import CHUNK, ZSTD, step, weights
+from rich.console import Console
+from rich.table import Table
+
+import dcr_store
+from dcr_store.codec import kernels
+from dcr_store.codec.digest import crc64
+from dcr_store.codec.portable import get_codec
+from dcr_store.layout.tensors import to_array
+from dcr_store.publish.state import encode_delta
+from dcr_store.targets.checkpoint import open_checkpoint
+from dcr_store.targets.safetensors_file import make_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    U16 = NDArray[np.uint16]
+    State = dict[str, NDArray[Any]]
+
+CHUNK_NBYTES = 2 * CHUNK
+BLOCK = 32 * CHUNK  # elements that are made by the law; the rest of a state is the same, shifted
+MIB = 1 << 20
+DELTA = get_codec("dcr.delta")
+
+
+@dataclass
+class Report:
+    """Rows of one table, and how many targets were missed."""
+
+    title: str
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    missed: int = 0
+
+    def add(self, *cells: str, target: str = "", met: bool = True) -> None:
+        self.missed += not met
+        verdict = f"{'PASS' if met else 'FAIL'} {target}" if target else ""
+        self.rows.append((*cells, verdict))
+
+    def print(self, *columns: str) -> int:
+        table = Table(title=self.title, title_justify="left")
+        for index, column in enumerate((*columns, "target")):
+            table.add_column(column, justify="left" if index in (0, len(columns)) else "right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        Console(width=None if sys.stdout.isatty() else 120, soft_wrap=True).print(table)
+        return self.missed
+
+
+# ---------------------------------------------------------------------- states
+
+
+def made(n_elements: int, rate: float, n_steps: int = 2) -> list[U16]:
+    """Return the bits of consecutive states."""
+    rng = np.random.default_rng(0)
+    blocks = [weights(rng, min(BLOCK, n_elements))]
+    while len(blocks) < n_steps:
+        blocks.append(step(rng, blocks[-1], rate))
+    size = len(blocks[0])
+    shifts = [int(shift) for shift in rng.integers(0, size, -(-n_elements // size))]
+    return [np.concatenate([np.roll(block, shift) for shift in shifts])[:n_elements] for block in blocks]
+
+
+def tensors_of(bits: U16) -> State:
+    """Cut a state into tensors of 16 Mi elements, an odd one in between, as views."""
+    cuts = [0, *range(16 * CHUNK - 4096, len(bits), 16 * CHUNK), len(bits)]
+    parts = [bits[a:b].view(ml_dtypes.bfloat16) for a, b in itertools.pairwise(cuts) if a < b]
+    return {f"layers.{i}.weight": part for i, part in enumerate(parts)}
+
+
+def read_series(directory: Path) -> list[State]:
+    states = []
+    for file in sorted(directory.glob("*.safetensors")):
+        with open_checkpoint(file) as checkpoint:
+            states.append(
+                {
+                    name: to_array(checkpoint.bits(name).copy(), tensor.dtype, tensor.shape)
+                    for name, (_, tensor) in checkpoint.tensors.items()
+                }
+            )
+    return states
+
+
+def as_chunks(bits: U16) -> U16:
+    return np.concatenate([bits, np.zeros(-len(bits) % CHUNK, bits.dtype)]).reshape(-1, CHUNK)
+
+
+# ---------------------------------------------------------------------- stages
+
+
+class Stages:
+    """Measures on one pair of states; speeds in bytes of dense weights a second."""
+
+    def __init__(self, report: Report, n_rounds: int) -> None:
+        self.report = report
+        self.n_rounds = n_rounds
+        self.memcpy: dict[int, float] = {}
+
+    def best(self, work: Callable[[int], object], n_items: int, nbytes: int, n_threads: int) -> float:
+        """Return the best speed of ``work(i)`` for all i."""
+        best_s = float("inf")
+        with ThreadPoolExecutor(n_threads) as pool:
+            for _ in range(self.n_rounds):
+                start_s = time.perf_counter()
+                list(pool.map(work, range(n_items)))
+                best_s = min(best_s, time.perf_counter() - start_s)
+        return nbytes / best_s
+
+    def row(self, stage: str, engine: str, n_threads: int, speed: float, target: float | None = None) -> None:
+        ratio = speed / self.memcpy[n_threads]
+        cells = (stage, engine, str(n_threads), f"{speed / 1e9:.2f}", f"{ratio:.2f}")
+        if target is None:
+            self.report.add(*cells)
+        else:
+            self.report.add(*cells, target=f">= {target:g} GB/s", met=speed >= target * 1e9)
+
+    def chunks(self, base: U16, new: U16, n_threads_tried: list[int]) -> dict[tuple[str, int], float]:
+        """Measure everything that works chunk by chunk; return the speeds of detect, digest and encode."""
+        n, nbytes = len(base), base.nbytes
+        bits = base.copy()
+        encode_speeds: dict[tuple[str, int], float] = {}
+        digests = [(crc64(a), crc64(b)) for a, b in zip(base, new, strict=True)]
+
+        def copy(i: int) -> None:
+            np.copyto(bits[i], base[i])
+
+        def encode(i: int) -> bytes | None:
+            return encode_delta(DELTA, "u16", i, base[i], crc64(base[i]), new[i]).data
+
+        for n_threads in n_threads_tried:
+            self.memcpy[n_threads] = self.best(copy, n, nbytes, n_threads)
+            self.row("memcpy", "", n_threads, self.memcpy[n_threads])
+        encoded = [encode(i) or b"" for i in range(n)]
+        for engine in ("numpy", "numba"):
+            if importlib.util.find_spec(engine) is None:
+                continue
+            kernels.use_engine(engine)
+            encode(0), DELTA.apply(encoded[0], bits[0]), DELTA.apply(encoded[0], bits[0])  # compiled by now
+            for n_threads in n_threads_tried:
+                speed = self.best(lambda i: kernels.engine().find_changes(base[i], new[i]), n, nbytes, n_threads)
+                self.row("compare only", engine, n_threads, speed)
+            for n_threads in n_threads_tried:
+                target = {("numpy", max(n_threads_tried)): 2.0, ("numba", 2): 5.0}.get((engine, n_threads))
+                encode_speeds[engine, n_threads] = speed = self.best(encode, n, nbytes, n_threads)
+                self.row("detect, digest, encode", engine, n_threads, speed, target)
+            for n_threads in n_threads_tried:
+                best = n_threads == max(n_threads_tried) and engine == "numba"
+                speed = self.best(lambda i: DELTA.apply(encoded[i], bits[i]), n, nbytes, n_threads)
+                self.row("decode, apply in place", engine, n_threads, speed, 6.0 if best else None)
+                np.copyto(bits, base)
+
+                def verified(i: int) -> None:
+                    DELTA.apply(encoded[i], bits[i])
+                    if crc64(bits[i]) not in digests[i]:
+                        raise SystemExit(f"chunk {i} is wrong")
+
+                speed = self.best(verified, n, nbytes, n_threads)
+                self.row("decode, apply, digest", engine, n_threads, speed, 4.0 if best else None)
+                np.copyto(bits, base)
+        return encode_speeds
+
+    def others(self, bits: U16, state: State, directory: Path) -> None:
+        """Measure what a user would do without a store."""
+        octets = bits.reshape(-1).view(np.uint8)
+        n_rounds, self.n_rounds = self.n_rounds, 1
+        step_nbytes = 64 * MIB
+        pieces = range(0, octets.nbytes, step_nbytes)
+        speed = self.best(
+            lambda i: ZSTD.encode(octets[i * step_nbytes : (i + 1) * step_nbytes]), len(pieces), octets.nbytes, 1
+        )
+        self.row("zstd-1 of the whole state", "numcodecs", 1, speed)
+        self.n_rounds = n_rounds
+        if importlib.util.find_spec("safetensors") is None:
+            return
+        from safetensors.numpy import save_file
+
+        plain = {name: array.view(np.uint16) for name, array in state.items()}
+        path = directory / "saved.safetensors"
+        nbytes = sum(array.nbytes for array in plain.values())
+        self.row("save_file, not synced", "safetensors", 1, self.best(lambda _: save_file(plain, path), 1, nbytes, 1))
+        path.unlink()
+
+
+def store_options(url: str) -> dict[str, Any] | None:
+    """Return storage options for a server that is not Amazon's, as the AWS variables name it."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL")
+    return {"endpoint_url": endpoint} if url.startswith("s3://") and endpoint else None
+
+
+def through_store(
+    stages: Stages, states: list[State], url: str, directory: Path, encode: float, engine: str, n_threads: int
+) -> None:
+    """Measure publish, pull one version behind, and checkout, whole; `encode` is the speed of encoding alone."""
+    nbytes = sum(array.nbytes for array in states[0].values())
+    best: dict[str, float] = {}
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        start_s = time.perf_counter()
+        work()
+        best[name] = max(best.get(name, 0.0), nbytes / (time.perf_counter() - start_s))
+
+    def publish(state: State) -> None:
+        with store.begin() as transaction:
+            for name, tensor in state.items():
+                transaction.write(name, tensor)
+
+    with dcr_store.create(url, storage_options=store_options(url)) as store:
+        timed("publish, anchor", lambda: publish(states[0]))
+        store.pull(directory / "weights")
+        order = [states[i % len(states)] for i in range(1, max(len(states), 1 + 2 * stages.n_rounds))]
+        for state in order:
+            timed("publish, delta", lambda state=state: publish(state))
+            timed("pull, one version behind", lambda: store.pull(directory / "weights"))
+        timed("checkout", lambda: store.checkout("main", directory / "checkout"))
+        if not store.compare_directory("main", directory / "weights").ok:
+            raise SystemExit("the pulled directory differs from the store")
+    for name, speed in best.items():
+        if name != "publish, delta":
+            stages.row(name, engine, n_threads, speed)
+            continue
+        stages.row(name, engine, n_threads, speed)
+        ratio = encode / speed
+        cells = ("publish / encode alone, time", engine, str(n_threads), f"{ratio:.2f} x", "")
+        stages.report.add(*cells, target="<= 1.3 x", met=ratio <= 1.3)
+
+
+def measure(title: str, states: list[State], arguments: argparse.Namespace, n_rounds: int) -> int:
+    report = Report(title)
+    stages = Stages(report, n_rounds)
+    n_cores = len(os.sched_getaffinity(0))
+    threads = [int(n) for n in arguments.threads.split(",")] if arguments.threads != "auto" else sorted({1, n_cores})
+    base, new = (
+        as_chunks(np.concatenate([array.reshape(-1).view(np.uint16) for array in state.values()]))
+        for state in states[:2]
+    )
+    rate = np.count_nonzero(base != new) / base.size
+    report.title += f", {base.nbytes / MIB:.0f} MiB, {rate:.2%} changed"
+    speeds = stages.chunks(base, new, threads)
+    with temporary() as directory:
+        stages.others(base, states[0], directory)
+        engine = "numba" if importlib.util.find_spec("numba") else "numpy"
+        kernels.use_engine(engine)
+        with contextlib.suppress(KeyError):
+            url = arguments.store or str(directory / "store")
+            encode = speeds[engine, n_cores]  # publish and pull take all cores
+            through_store(stages, states, url, directory, encode, engine, n_cores)
+    return report.print("stage", "engine", "threads", "GB/s", "of memcpy")
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="dcr-bench-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def peak_of(command: list[str]) -> tuple[float, int]:
+    """Run a command; return its seconds and the largest anonymous memory that was seen, in bytes."""
+    start_s, peak = time.perf_counter(), 0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            with contextlib.suppress(OSError):
+                found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+                peak = max(peak, int(found[1]) << 10 if found else 0)
+            time.sleep(0.002)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return time.perf_counter() - start_s, peak
+
+
+def write_checkpoint(directory: Path, nbytes: int, xor_from: float) -> None:
+    """Write an HF directory of 1 GiB files; the share ``1 - xor_from`` of all elements is another one than at 1."""
+    directory.mkdir()
+    old, stepped = made(BLOCK, 0.01)
+    if xor_from == 0:
+        stepped = stepped ^ np.uint16(0x0101)
+    block = old if xor_from == 1 else stepped
+    n_files = max(1, nbytes >> 30)
+    per_file = nbytes // n_files // block.nbytes
+    for i in range(n_files):
+        header = make_header([(f"model.layers.{i}.{j}.weight", "BF16", (8192, 4096)) for j in range(per_file)])
+        with (directory / f"model-{i + 1:05d}-of-{n_files:05d}.safetensors").open("wb") as file:
+            file.write(header)
+            for j in range(per_file):
+                file.write(np.roll(block, 4099 * (i * per_file + j)).data)
+
+
+def measure_memory(n_gib: float, limit_nbytes: int) -> int:
+    report = Report(f"Peak anonymous memory of the command line, checkpoint of {n_gib:g} GiB")
+    nbytes = int(n_gib * 1024) << 20
+    cli = [sys.executable, "-m", "dcr_store"]
+    with temporary() as directory:
+        store, target, baseline = (str(directory / name) for name in ("store", "target", "baseline"))
+        subprocess.run([*cli, "init", store], check=True, stdout=subprocess.DEVNULL)
+        for what, changed in (("anchor", 1.0), ("1 % changed", 0.99), ("100 % changed", 0.0)):
+            checkpoint = directory / "checkpoint"
+            write_checkpoint(checkpoint, nbytes, changed)
+            for verb, command in (
+                ("publish", [*cli, "publish", store, str(checkpoint), "--baseline", baseline]),
+                ("pull", [*cli, "pull", store, target]),
+            ):
+                seconds, peak = peak_of(command)
+                cells = (f"{verb}, {what}", f"{seconds:.1f} s", f"{peak / MIB:.0f} MiB")
+                report.add(*cells, target=f"<= {limit_nbytes / MIB:.0f} MiB", met=peak <= limit_nbytes)
+            shutil.rmtree(checkpoint)
+    return report.print("command", "time", "peak")
+
+
+# ---------------------------------------------------------------------- small and odd cases
+
+
+def timed(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
+
+
+def measure_cases() -> int:
+    report = Report("Small and odd cases")
+
+    def row(name: str, seconds: float, limit_s: float) -> None:
+        report.add(name, f"{seconds:.3f} s", target=f"<= {limit_s:g} s", met=seconds <= limit_s)
+
+    def publish(store: dcr_store.Store, state: State) -> None:
+        with store.begin() as transaction:
+            for name, tensor in state.items():
+                transaction.write(name, tensor)
+
+    row("python -m dcr_store --version", min(timed(_version) for _ in range(3)), 0.25)
+    small = [tensors_of(bits) for bits in made(20_000_000, 0.01)]
+    tiny = {f"blocks.{i}.scale": np.full(7, i, np.float32) for i in range(50_000)}
+    one = {"weight": np.arange(1000, dtype=np.float32)}
+    for name, states, limits in (
+        ("20 M parameters", small, (0.2, 0.2)),
+        ("one chunk", [one, {"weight": one["weight"] + 1}], (0.1, 0.1)),
+        ("50,000 tensors", [tiny, {**tiny, "blocks.7.scale": np.zeros(7, np.float32)}], (3.0, 3.0)),
+    ):
+        with temporary() as directory, dcr_store.create(directory / "store") as store:
+            row(f"{name}: publish, anchor", timed(lambda s=states[0]: publish(store, s)), 10 * limits[0])
+            row(f"{name}: checkout", timed(lambda: store.pull(directory / "weights")), 10 * limits[1])
+            rounds = [
+                (timed(lambda s=state: publish(store, s)), timed(lambda: store.pull(directory / "weights")))
+                for state in [states[1], states[0]] * 2
+            ]
+            row(f"{name}: publish, delta", min(seconds for seconds, _ in rounds), limits[0])
+            row(f"{name}: pull", min(seconds for _, seconds in rounds), limits[1])
+    with temporary() as directory, dcr_store.create(directory / "store", chunk_elements=4096) as store:
+        state = {"weight": np.arange(100_000, dtype=np.float32)}
+        halves = []
+        for half in range(2):
+            start_s = time.perf_counter()
+            for i in range(500):
+                state["weight"][(half * 500 + i) * 7 % 100_000] += 1
+                publish(store, state)
+                if (half, i) == (0, 0):
+                    store.pull(directory / "weights")
+            halves.append((time.perf_counter() - start_s) / 500)
+        row("1,000 versions: publish, each of the last 500", halves[1], max(1.5 * halves[0], 0.05))
+        row("1,000 versions: open and log", timed(lambda: dcr_store.open(directory / "store").log()), 1.0)
+        row("1,000 versions: pull main@0 to main@999", timed(lambda: store.pull(directory / "weights")), 15.0)
+    return report.print("case", "time")
+
+
+def _version() -> None:
+    subprocess.run([sys.executable, "-m", "dcr_store", "--version"], check=True, stdout=subprocess.DEVNULL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, help="size of the state: 2, for --memory 4")
+    parser.add_argument("--rate", type=float, default=0.01, help="share of the weights that change")
+    parser.add_argument("--threads", default="auto", help="numbers of threads, with commas; 1 and all cores by default")
+    parser.add_argument("--real", type=Path, metavar="DIR", help="safetensors files, one a version")
+    parser.add_argument("--store", metavar="URL", help="where to make the store")
+    parser.add_argument("--quick", action="store_true", help="less data, fewer rounds")
+    parser.add_argument("--memory", action="store_true", help="peak memory of publish and pull instead")
+    parser.add_argument("--limit-mib", type=int, default=700, help="of --memory")
+    parser.add_argument("--cases", action="store_true", help="small models, many tensors, many versions instead")
+    arguments = parser.parse_args()
+    if arguments.memory:
+        return min(1, measure_memory(arguments.gib or (0.5 if arguments.quick else 4), arguments.limit_mib << 20))
+    if arguments.cases:
+        return min(1, measure_cases())
+    n_gib = arguments.gib or (0.25 if arguments.quick else 2)
+    n_rounds = 2 if arguments.quick else 4
+    missed = 0
+    if arguments.real:
+        states = read_series(arguments.real)
+        missed += measure(f"Real series of {len(states)}", states, arguments, 3 * n_rounds)
+    else:
+        states = [tensors_of(bits) for bits in made(int(n_gib * (1 << 29)), arguments.rate)]
+        missed += measure("Made like training", states, arguments, n_rounds)
+    return min(1, missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
