@@ -124,7 +124,7 @@ def publish(
         for space in SPACES:
             length = layout.spaces[space]
             tables_by_kind = {"mask": part.mask, "value": part.value, "present": part.present}
-            given = {kind: table[space] for kind, table in tables_by_kind.items() if space in table}
+            given = {kind: table[space] for kind, table in tables_by_kind.items() if length and space in table}
             for kind, dense in given.items():
                 array = f"{space}/{kind}"
                 incarnation = part.earlier.get(array, part.incarnation)

@@ -13,7 +13,7 @@ from typing import Final, TypeVar, overload
 
 from dcr_store.errors import IntegrityError, InvalidInputError, NotFoundError
 from dcr_store.format.documents import Base, StoreDocument
-from dcr_store.format.names import VersionRef, check_line, version_name
+from dcr_store.format.names import LINE, VersionRef, check_line, version_name
 from dcr_store.layout.layout import Layout
 from dcr_store.log.fold import VersionRow
 from dcr_store.log.line import LineLog
@@ -68,7 +68,7 @@ class Catalog:
 
     def lines(self) -> list[str]:
         """Return the names of all lines, sorted."""
-        return sorted(name for name in self.objects.list_names("log/"))
+        return sorted(name for name in self.objects.list_names("log/") if LINE.fullmatch(name))
 
     def log(self, line: str) -> LineLog:
         """Return a line's log, not refreshed."""

@@ -1,0 +1,370 @@
+"""The replay engine on versions made by hand: masks and overwrites, several writers, any start, groups, damage."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from handmade import Dense, Part, after, publish, tensors, zeros
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from watched import Watched
+
+import dcr_store
+from dcr_store.errors import IntegrityError
+from dcr_store.format.documents import SPACES
+from dcr_store.layout.dtypes import Bits, uint_dtype
+from dcr_store.layout.layout import Layout, LayoutBuilder
+from dcr_store.store import Store
+from dcr_store.versions import replay as engine
+from dcr_store.versions.path import UNKNOWN, ZERO, Path
+from dcr_store.versions.replay import classify, digests, everywhere, replay
+from dcr_store.versions.route import route
+
+SIZE = 64
+
+
+def make_layout(*tensors: tuple[str, str, int]) -> Layout:
+    builder = LayoutBuilder()
+    for name, dtype, n in tensors:
+        builder.add(name, dtype, (n,))
+    return builder.build()
+
+
+LAYOUT = make_layout(("a", "BF16", 500), ("b", "F32", 100), ("c", "U8", 1000), ("d", "I64", 40), ("e", "BF16", 70))
+
+
+def owned(layout: Layout, state: Dense) -> Dense:
+    """Zero what belongs to no tensor."""
+    result = zeros(layout)
+    for entry in layout.tensors:
+        result[entry.space][entry.start : entry.stop] = state[entry.space][entry.start : entry.stop]
+    return result
+
+
+def noise(layout: Layout, rng: np.random.Generator, density: float = 1.0) -> Dense:
+    """Return random bits at tensor positions."""
+    return owned(
+        layout,
+        {
+            space: np.where(
+                rng.random(n) < density, rng.integers(0, 2 ** (8 * uint_dtype(space).itemsize), n, np.uint64), 0
+            ).astype(uint_dtype(space))
+            for space, n in layout.spaces.items()
+        },
+    )
+
+
+@pytest.fixture(params=["dcr.delta", "portable"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with dcr_store.create(f"memory://{secrets.token_hex(8)}", codec=request.param, chunk_elements=SIZE) as store:
+        yield store
+
+
+def overwriting(layout: Layout, rng: np.random.Generator, density: float) -> tuple[Dense, Dense]:
+    """Return values and presence; most values are there, some of them zero."""
+    present = {
+        space: (rng.random(len(bits)) < density).astype(np.uint8)
+        for space, bits in noise(layout, rng).items()
+        if len(bits)
+    }
+    present = {
+        s: np.where(owned(layout, noise(layout, rng))[s] != 0, p, 0).astype(np.uint8) for s, p in present.items()
+    }
+    value = {s: np.where(p != 0, noise(layout, rng, 0.8)[s], 0).astype(uint_dtype(s)) for s, p in present.items()}
+    return value, present
+
+
+def off(mask: Dense, present: Dense) -> Dense:
+    """Return `mask` with zeros where `present`."""
+    return {s: np.where(present[s] != 0, 0, m).astype(m.dtype) if s in present else m for s, m in mask.items()}
+
+
+def history(store: Store, seed: int = 0, layout: Layout = LAYOUT) -> list[Dense]:
+    """Publish an anchor, masks, overwrites, both at once, two writers, an unchanged version; return all states."""
+    rng = np.random.default_rng(seed)
+    states = [publish(store, layout, [Part(mask=noise(layout, rng))], None)]
+
+    def go_on(*parts: Part) -> None:
+        states.append(publish(store, layout, list(parts), states[-1]))
+
+    go_on(Part(mask=noise(layout, rng, 0.02)))
+    value, present = overwriting(layout, rng, 0.05)
+    go_on(Part(value=value, present=present))
+    value, present = overwriting(layout, rng, 0.05)
+    go_on(Part(mask=off(noise(layout, rng, 0.03), present), value=value, present=present))
+    go_on(Part())
+    # Two writers of disjoint halves, the second with masks and overwrites, shards of other lengths.
+    value, present = overwriting(layout, rng, 0.3)
+    half = {space: np.arange(n) % 2 == 0 for space, n in layout.spaces.items()}
+    one = {s: np.where(half[s], m, 0).astype(m.dtype) for s, m in noise(layout, rng, 0.1).items()}
+    present = {s: np.where(half[s], 0, p).astype(np.uint8) for s, p in present.items()}
+    value = {s: np.where(half[s], 0, v).astype(v.dtype) for s, v in value.items()}
+    two = {s: np.where(half[s], 0, m).astype(m.dtype) for s, m in noise(layout, rng, 0.1).items()}
+    go_on(
+        Part("rank-0", mask=one, owned=half, shards={"u16/mask": 1, "u8/mask": 100}),
+        Part("rank-1", mask=off(two, present), value=value, present=present, owned={s: ~h for s, h in half.items()},
+             shards={"u16/mask": 3, "u16/value": 1, "u16/present": 5}),
+    )  # fmt: skip
+    go_on(Part(mask=noise(layout, rng, 0.01)))
+    return states
+
+
+class Chunks:
+    """A target that holds a dense state, and notes what is written."""
+
+    def __init__(self, state: Dense) -> None:
+        self.state = {space: np.concatenate([b, np.zeros(-len(b) % SIZE, b.dtype)]) for space, b in state.items()}
+        self.written: list[tuple[str, int]] = []
+
+    def read_chunk(self, space: str, chunk: int, out: Bits) -> None:
+        out[:] = self.state[space][chunk * SIZE : (chunk + 1) * SIZE]
+
+    def write_chunk(self, space: str, chunk: int, bits: Bits) -> None:
+        self.state[space][chunk * SIZE : (chunk + 1) * SIZE] = bits
+        self.written.append((space, chunk))
+
+    def assert_is(self, state: Dense) -> None:
+        for space, bits in state.items():
+            np.testing.assert_array_equal(self.state[space][: len(bits)], bits)
+            assert not self.state[space][len(bits) :].any()
+
+
+def path_to(store: Store, version: int, last: int | None = None) -> Path:
+    located = store._catalog.resolve(f"main@{version}")
+    others = [] if last is None else [store._catalog.resolve(f"main@{last}")]
+    return route(store._catalog, located, others).path
+
+
+def test_every_version_reads_as_the_spec_says(store: Store) -> None:
+    for number, state in enumerate(history(store)):
+        found = store.read(f"main@{number}")
+        for name, bits in tensors(LAYOUT, state).items():
+            np.testing.assert_array_equal(np.frombuffer(found[name].tobytes(), bits.dtype), bits)
+        for name in found:
+            part = store.read(f"main@{number}", [name])
+            assert part[name].tobytes() == found[name].tobytes()
+
+
+def test_pull_through_all_versions(store: Store, tmp_path: Any) -> None:
+    states = history(store)
+    for number in (0, 3, 5, 6, 5, 2, 4, 0, 6):
+        store.pull(tmp_path / "target", f"main@{number}")
+        assert store.compare_directory(f"main@{number}", tmp_path / "target").ok
+        found = store.read(f"main@{number}")
+        for name, bits in tensors(LAYOUT, states[number]).items():
+            assert found[name].tobytes() == bits.tobytes()
+    assert store.verify(deep=True).problems == []
+
+
+def test_values_and_presence_of_two_incarnations(store: Store) -> None:
+    """A writer that was started again seals what its earlier incarnation stored: still one overwrite."""
+    rng = np.random.default_rng(5)
+    base = publish(store, LAYOUT, [Part(mask=noise(LAYOUT, rng))], None)
+    value, present = overwriting(LAYOUT, rng, 0.2)
+    part = Part(value=value, present=present, earlier={f"{space}/value": "e" * 16 for space in SPACES})
+    state = publish(store, LAYOUT, [part], base)
+    assert state["u16"].any()
+    found = store.read("main@1")
+    for name, bits in tensors(LAYOUT, state).items():
+        assert found[name].tobytes() == bits.tobytes()
+
+
+@pytest.mark.parametrize("group_nbytes", [engine.GROUP_NBYTES, 4000, 1])
+@pytest.mark.parametrize("ahead_nbytes", [1 << 20, 0])
+def test_from_any_mixture_to_any_version(
+    store: Store, monkeypatch: pytest.MonkeyPatch, group_nbytes: int, ahead_nbytes: int
+) -> None:
+    """Chunks of all versions, zeros and noise mixed in one target: it ends right, forwards and back, in any groups."""
+    monkeypatch.setattr("dcr_store.versions.replay.GROUP_NBYTES", group_nbytes)
+    monkeypatch.setattr("dcr_store.versions.prefetch.AHEAD_NBYTES", ahead_nbytes)
+    states = history(store)
+    rng = np.random.default_rng(1)
+    for goal in range(len(states)):
+        path = path_to(store, goal, len(states) - 1)
+        target = Chunks(states[goal])
+        sources = [Chunks(state) for state in [*states, zeros(LAYOUT), noise(LAYOUT, rng)]]
+        for space in SPACES:
+            for chunk in range(path.n_chunks(space)):
+                scratch = np.empty(SIZE, uint_dtype(space))
+                sources[rng.integers(len(sources))].read_chunk(space, chunk, scratch)
+                target.write_chunk(space, chunk, scratch)
+        target.written.clear()
+        found = digests(target, path.all_chunks(), SIZE)
+        places = classify(path, found, range(len(states)))
+        outcome = replay(store._objects, path, target, places)
+        target.assert_is(states[goal])
+        # Not counted as written: chunks that the goal has alike, and those written in several groups count each time.
+        assert outcome.chunks_healed == sum(int((table == UNKNOWN).sum()) for table in places.values())
+        right = {(s, int(c)) for s in SPACES for c in np.flatnonzero(places[s] == goal)}
+        assert not right & set(target.written), "what is right is not written again"
+
+
+def test_backwards_over_masks_takes_them_off_again(store: Store) -> None:
+    rng = np.random.default_rng(3)
+    states = [publish(store, LAYOUT, [Part(mask=noise(LAYOUT, rng))], None)]
+    for _ in range(3):
+        states.append(publish(store, LAYOUT, [Part(mask=noise(LAYOUT, rng, 0.02))], states[-1]))
+    path = path_to(store, 1, 3)
+    target = Chunks(states[3])
+    places = classify(path, digests(target, path.all_chunks(), SIZE), [2, 3])
+    outcome = replay(store._objects, path, target, places)
+    target.assert_is(states[1])
+    back = [item.partition.nbytes for step in (2, 3) for item in path.states[step].partitions]
+    assert outcome.nbytes_fetched == sum(back)
+    assert outcome.chunks_healed == 0
+
+
+def test_backwards_over_overwrites_starts_again_from_the_anchor(store: Store) -> None:
+    rng = np.random.default_rng(4)
+    base = publish(store, LAYOUT, [Part(mask=noise(LAYOUT, rng))], None)
+    value, present = overwriting(LAYOUT, rng, 0.005)
+    state = publish(store, LAYOUT, [Part(value=value, present=present)], base)
+    path = path_to(store, 0, 1)
+    target = Chunks(state)
+    places = classify(path, digests(target, path.all_chunks(), SIZE), [1])
+    assert {int(place) for table in places.values() for place in table} == {0, UNKNOWN}
+    replay(store._objects, path, target, places)
+    target.assert_is(base)
+
+
+def test_what_is_at_the_goal_costs_nothing(store: Store) -> None:
+    states = history(store)
+    watched = Watched(store._objects)
+    path = path_to(store, 6)
+    path.states[0], path.states[6]
+    target = Chunks(states[6])
+    outcome = replay(watched, path, target, everywhere(path, 6))
+    assert (watched.requests, target.written, outcome.nbytes_fetched) == ([], [], 0)
+
+
+def test_an_unknown_chunk_of_zeros_is_written(store: Store) -> None:
+    """No partition names the chunk, and yet it has to be put right."""
+    layout = make_layout(("a", "U8", 640))
+    state = zeros(layout)
+    state["u8"][:64] = 7
+    publish(store, layout, [Part(mask={"u8": state["u8"]})], None)
+    path = path_to(store, 0)
+    target = Chunks({**zeros(layout), "u8": np.full(640, 9, np.uint8)})
+    places = classify(path, digests(target, path.all_chunks(), SIZE), [])
+    outcome = replay(store._objects, path, target, places)
+    target.assert_is(state)
+    assert outcome.chunks_healed == outcome.chunks_written == 10
+
+
+@pytest.mark.parametrize("group_nbytes", [engine.GROUP_NBYTES, 1])
+def test_unknown_chunks_that_only_late_versions_touch(
+    store: Store, monkeypatch: pytest.MonkeyPatch, group_nbytes: int
+) -> None:
+    monkeypatch.setattr("dcr_store.versions.replay.GROUP_NBYTES", group_nbytes)
+    layout = make_layout(("a", "U8", 640))
+    states = [zeros(layout)]
+    for i in range(10):
+        mask = zeros(layout)
+        mask["u8"][i * 64 : (i + 1) * 64] = i + 1
+        states.append(publish(store, layout, [Part(mask={"u8": mask["u8"]})], None if i == 0 else states[-1]))
+    path = path_to(store, 9)
+    target = Chunks({**zeros(layout), "u8": np.full(640, 99, np.uint8)})
+    replay(store._objects, path, target, everywhere(path, UNKNOWN))
+    target.assert_is(states[10])
+
+
+class TestDamage:
+    def test_a_missing_partition_is_an_error_and_never_zeros(self, store: Store) -> None:
+        states = history(store)
+        for number in (0, 5):
+            for item in store._catalog.contents(store._catalog.resolve(f"main@{number}")).partitions:
+                data = store._objects.get(item.key)
+                store._objects.delete(item.key)
+                with pytest.raises(IntegrityError, match="missing") as caught:
+                    store.read(f"main@{len(states) - 1}")
+                assert caught.value.key == item.key
+                store._objects.put(item.key, data)
+
+    def test_a_version_whose_bits_miss_its_table_is_defective(self, store: Store) -> None:
+        """All objects are as recorded, but what they say is not what the table says."""
+        rng = np.random.default_rng(0)
+        base = publish(store, LAYOUT, [Part(mask=noise(LAYOUT, rng))], None)
+        lying = {space: bits.copy() for space, bits in base.items()}
+        lying["u16"][5] ^= 1
+        publish(store, LAYOUT, [Part(mask=noise(LAYOUT, rng, 0.5))], lying)
+        with pytest.raises(IntegrityError, match="stored version is defective in chunk 0 of u16") as caught:
+            store.read("main@1")
+        assert caught.value.key == "main@1"
+        report = store.verify(deep=True)
+        assert [problem.key for problem in report.problems] == ["main@1"]
+
+    def test_nothing_wrong_is_ever_written(self, store: Store) -> None:
+        rng = np.random.default_rng(0)
+        base = publish(store, LAYOUT, [Part(mask=noise(LAYOUT, rng))], None)
+        lying = {space: bits ^ 1 for space, bits in base.items()}
+        publish(store, LAYOUT, [Part(mask=noise(LAYOUT, rng, 0.5))], owned(LAYOUT, lying))
+        path = path_to(store, 1)
+        target = Chunks(base)
+        with pytest.raises(IntegrityError, match="defective"):
+            replay(store._objects, path, target, everywhere(path, 0))
+        assert target.written == []
+        target.assert_is(base)
+
+    def test_a_chunk_that_no_decoder_takes(self, store: Store) -> None:
+        """The object has its SHA-256 and the seal names it, but a chunk in it is of an unknown method."""
+        from dcr_store.codec import portable
+
+        rng = np.random.default_rng(0)
+        encode = portable.get_codec(store.codec).encode
+
+        class Other:
+            def encode(self, mask: Bits) -> bytes:
+                return b"\x63" + encode(mask)[1:]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("handmade.get_codec", lambda name: Other())
+            publish(store, LAYOUT, [Part(mask=noise(LAYOUT, rng))], None)
+        with pytest.raises(IntegrityError, match="cannot be decoded") as caught:
+            store.read("main@0")
+        assert caught.value.key is not None
+        assert "/data/w0." in caught.value.key
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_fold_of_random_deltas(data: st.DataObject) -> None:
+    """Random masks and overwrites on a few elements: reads give what applying the words of the spec gives."""
+    layout = make_layout(("a", "U8", 130), ("b", "U16", 3))
+    with dcr_store.create(f"memory://{secrets.token_hex(8)}", chunk_elements=SIZE) as store:
+        state: Dense | None = None
+        expected = []
+        for _ in range(data.draw(st.integers(1, 4))):
+            present = zeros(layout)
+            value, mask = zeros(layout), zeros(layout)
+            for entry in layout.tensors:
+                for i in data.draw(st.sets(st.integers(0, entry.n_elements - 1), max_size=6)):
+                    if data.draw(st.booleans()):
+                        mask[entry.space][entry.start + i] = data.draw(st.integers(1, 255))
+                    else:
+                        present[entry.space][entry.start + i] = data.draw(st.sampled_from([1, 255]))
+                        value[entry.space][entry.start + i] = data.draw(st.integers(0, 255))
+            part = Part(mask=mask, value=value, present={s: p.astype(np.uint8) for s, p in present.items()})
+            state = publish(store, layout, [part], state)
+            expected.append(state)
+        for number, bits in enumerate(expected):
+            found = store.read(f"main@{number}")
+            for name, wanted in tensors(layout, bits).items():
+                assert found[name].tobytes() == wanted.tobytes()
+
+
+def test_the_helper_itself() -> None:
+    """What the tests compare with: masks first, then values where present."""
+    layout = make_layout(("a", "U8", 4))
+    base = zeros(layout)
+    base["u8"][:4] = [1, 2, 3, 4]
+    mask, value, present = zeros(layout)["u8"], zeros(layout)["u8"], zeros(layout)["u8"]
+    mask[0], value[1], present[1], present[2] = 1, 9, 1, 5
+    new = after(base, [Part(mask={"u8": mask}, value={"u8": value}, present={"u8": present})])
+    assert new["u8"][:4].tolist() == [0, 9, 0, 4]
+    assert list(itertools.chain(new["u16"], new["u32"], new["u64"])) == []
+    assert ZERO != UNKNOWN
