@@ -41,8 +41,10 @@ class ChunkAssembler:
 
     def feed(self, space: str, start: int, n_elements: int, read_into: ReadInto) -> None:
         """Take one tensor: `n_elements` from address `start`; ``read_into(a, b, out)`` copies elements a to b of it."""
+        if n_elements == 0:
+            return  # it takes no address, and the chunk that its start is in may be gone already
         size = self.chunk_elements
-        if self._required is None and n_elements:
+        if self._required is None:
             self._flush_before(space, start // size)
         for chunk in range(start // size, -(-(start + n_elements) // size)):
             low, high = max(start, chunk * size), min(start + n_elements, (chunk + 1) * size)
