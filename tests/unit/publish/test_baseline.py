@@ -1,0 +1,230 @@
+"""The baseline is never trusted: whatever happens to its directory, the next version is right."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from states import assert_same, series
+from watched import Watched
+
+import dcr_store
+from dcr_store import events
+from dcr_store.errors import ConflictError, StorageError
+from dcr_store.publish.baseline import Baseline
+from dcr_store.store import Store
+
+STATES = series(5, seed=3)
+
+
+@pytest.fixture(params=["dcr.delta", "portable"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with dcr_store.create(f"memory://{secrets.token_hex(8)}", codec=request.param, chunk_elements=1024) as store:
+        yield store
+
+
+def publish(store: Store, i: int, baseline: Path | None, line: str = "main") -> None:
+    with store.begin(line, baseline=baseline) as transaction:
+        for name, array in STATES[i].items():
+            transaction.write(name, array)
+
+
+def rebuilds(store: Store, i: int, baseline: Path | None) -> int:
+    """Publish and return how often the baseline had to be rebuilt for that."""
+    seen: list[str] = []
+    with events.listening(lambda event: seen.append(event.name)):
+        publish(store, i, baseline)
+    return seen.count("baseline.rebuild")
+
+
+@pytest.fixture
+def directory(store: Store, tmp_path: Path) -> Path:
+    """A baseline of main@1."""
+    publish(store, 0, tmp_path / "baseline")
+    publish(store, 1, tmp_path / "baseline")
+    return tmp_path / "baseline"
+
+
+def check(store: Store, n: int) -> None:
+    for i in range(n):
+        assert_same(store.read(f"main@{i}"), STATES[i])
+    assert [info.base is None for info in store.log()] == [True] + [False] * (n - 1)
+
+
+def test_it_follows(store: Store, directory: Path) -> None:
+    assert sorted(path.name for path in directory.iterdir()) == ["baseline.json", "lock", "u16.bin", "u32.bin"]
+    assert rebuilds(store, 2, directory) == 0, "what commit leaves is the next base"
+    assert rebuilds(store, 3, directory) == 0
+    check(store, 4)
+
+
+def test_another_process_goes_on_from_it(store: Store, directory: Path) -> None:
+    with dcr_store.open(store.url) as other:
+        assert rebuilds(other, 2, directory) == 0
+    check(store, 3)
+
+
+DAMAGE = {
+    "deleted": shutil.rmtree,
+    "note deleted": lambda d: (d / "baseline.json").unlink(),
+    "note torn": lambda d: (d / "baseline.json").write_bytes(b'{"store_id":"'),
+    "note no object": lambda d: (d / "baseline.json").write_bytes(b"[1]"),
+    "note of another version": lambda d: note(d, root="0" * 64, version="main@99"),
+    "note of another layout": lambda d: note(d, layout="0" * 64),
+    "note of another store": lambda d: note(d, store_id="0" * 32),
+    "note of another line": lambda d: note(d, line="other"),
+    "file deleted": lambda d: (d / "u16.bin").unlink(),
+    "file cut": lambda d: (d / "u16.bin").write_bytes((d / "u16.bin").read_bytes()[:-64]),
+    "file longer": lambda d: (d / "u16.bin").write_bytes((d / "u16.bin").read_bytes() + b"x" * 64),
+    "file empty": lambda d: (d / "u16.bin").write_bytes(b""),
+    "one bit flipped": lambda d: flip(d / "u16.bin"),
+    "noise": lambda d: (d / "u16.bin").write_bytes(np.random.default_rng(0).bytes((d / "u16.bin").stat().st_size)),
+    "zeros": lambda d: (d / "u16.bin").write_bytes(bytes((d / "u16.bin").stat().st_size)),
+    "litter": lambda d: (d / "next-u16.bin").write_bytes(b"left by a killed process"),
+}
+
+
+def note(directory: Path, **changed: str) -> None:
+    document = json.loads((directory / "baseline.json").read_bytes())
+    (directory / "baseline.json").write_text(json.dumps({**document, **changed}))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_only_costs_time(store: Store, directory: Path, damage: str) -> None:
+    DAMAGE[damage](directory)
+    publish(store, 2, directory)
+    publish(store, 3, directory)
+    check(store, 4)
+    assert store.verify(deep=True).ok
+
+
+def test_damage_while_the_transaction_is_open(store: Store, directory: Path) -> None:
+    """A chunk goes wrong after the baseline was opened: it is found at its use, and healed."""
+    with store.begin(baseline=directory) as transaction:
+        names = list(STATES[2])
+        transaction.write(names[0], STATES[2][names[0]])
+        with (directory / "u16.bin").open("r+b") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            file.write(np.random.default_rng(1).bytes(size))
+        for name in names[1:]:
+            transaction.write(name, STATES[2][name])
+    check(store, 3)
+
+
+def test_a_baseline_that_is_behind(store: Store, directory: Path, tmp_path: Path) -> None:
+    """Others have published meanwhile: only the differences are fetched."""
+    publish(store, 2, tmp_path / "other")
+    publish(store, 3, tmp_path / "other")
+    watched = Watched(store._objects)
+    store._catalog.objects = watched
+    assert rebuilds(store, 4, directory) == 1
+    anchor = store._catalog.resolve("main@0").row.txid
+    fetched = [key for method, key in watched.requests if method == "get" and "/c/" in key and "/digests/" not in key]
+    assert fetched
+    assert not [key for key in fetched if anchor in key], "the anchor is not read again"
+    check(store, 5)
+
+
+def test_a_baseline_that_is_ahead(store: Store, directory: Path, tmp_path: Path) -> None:
+    """As after a commit whose process died before it knew: the files hold the next version already."""
+    shutil.copytree(directory, tmp_path / "kept")
+    publish(store, 2, directory)
+    for name in ("u16.bin", "u32.bin"):
+        shutil.copy(directory / name, tmp_path / "kept" / name)
+    publish(store, 3, tmp_path / "kept")
+    check(store, 4)
+
+
+def test_one_publisher_at_a_time(store: Store, directory: Path) -> None:
+    with store.begin(baseline=directory) as transaction:
+        with pytest.raises(ConflictError, match="another publisher is using this baseline"):
+            Baseline(directory, store.store_id, "main", 1024)
+        transaction.abort()
+    publish(store, 2, directory)
+
+
+def test_a_baseline_serves_one_line(store: Store, directory: Path) -> None:
+    publish(store, 3, directory, "other")
+    publish(store, 4, directory, "other")
+    publish(store, 2, directory)
+    check(store, 3)
+    assert_same(store.read("other@1"), STATES[4])
+
+
+@pytest.mark.parametrize("end", ["abort", "exception", "layout"])
+def test_after_transactions_without_a_version(store: Store, directory: Path, end: str) -> None:
+    def fail() -> None:
+        with store.begin(baseline=directory) as transaction:
+            for name, array in STATES[4].items():
+                transaction.write(name, array)
+            if end == "layout":
+                transaction.write("new", np.arange(5))
+            if end == "abort":
+                transaction.abort()
+            else:
+                raise KeyError("out")
+
+    if end == "abort":
+        fail()
+    else:
+        with pytest.raises(KeyError):
+            fail()
+    assert rebuilds(store, 2, directory) == 0
+    check(store, 3)
+
+
+def test_layouts_change_and_change_back(store: Store, directory: Path) -> None:
+    with store.begin(baseline=directory) as transaction:
+        transaction.write("only", np.arange(3000, dtype=np.int64))
+    assert sorted(path.name for path in directory.iterdir()) == ["baseline.json", "lock", "u64.bin"]
+    publish(store, 2, directory)
+    publish(store, 3, directory)
+    assert [info.base is None for info in store.log()] == [True, False, True, True, False]
+    assert_same(store.read("main@4"), STATES[3])
+
+
+def test_a_place_that_cannot_be_used(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError, match="baseline directory cannot be used"):
+        publish(store, 0, tmp_path / "file")
+    assert store._catalog.log("main").refresh().open is None, "nothing was begun"
+    publish(store, 0, None)
+
+
+def test_temporary_ones_go_away(store: Store) -> None:
+    publish(store, 0, None)
+    (baseline,) = store._baselines.values()
+    assert baseline.directory.is_dir()
+    publish(store, 1, None)
+    assert list(store._baselines.values()) == [baseline]
+    store.close()
+    assert not baseline.directory.exists()
+
+
+def test_a_full_disk_after_the_commit_is_no_failed_publish(
+    store: Store, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def fail(self: Baseline, located: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, events.listening(lambda event: seen.append(event.name)):
+        patch.setattr(Baseline, "_write_state", fail)
+        publish(store, 2, directory)
+    assert "baseline.lost" in seen
+    assert not (directory / "baseline.json").exists()
+    publish(store, 3, directory)
+    check(store, 4)
