@@ -21,7 +21,8 @@ from dcr_store.errors import ConflictError, DcrError, InvalidInputError, Storage
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import uint_dtype
 from dcr_store.payload.version import Table, VersionContents, root_of
-from dcr_store.receive import structure
+from dcr_store.receive import leftovers, structure
+from dcr_store.receive.leftovers import STAGE
 from dcr_store.receive.structure import Structure
 from dcr_store.targets.checkpoint import open_checkpoint
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
@@ -31,8 +32,6 @@ from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
 from dcr_store.versions.replay import Outcome, classify, digests, everywhere, replay
 from dcr_store.versions.route import Route, route
-
-_STAGE = "next"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +79,18 @@ class _Situation:
         The versions that its chunks may be of.
     everything : bool
         Whether nothing is known, so that all versions on the path have to be asked.
+    is_lost : bool
+        Whether the marker is lost, so that files of any version may be there.
+    abandoned : Located or None
+        Another version than the goal that an earlier pull was on its way to.
     """
 
     is_empty: bool
     held: tuple[Located, ...]
     previous: str | None
     everything: bool = False
+    is_lost: bool = False
+    abandoned: Located | None = None
 
 
 def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, force: bool = False) -> PullResult:
@@ -113,14 +118,14 @@ def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, 
     root = Path(directory)
     try:
         root.mkdir(parents=True, exist_ok=True)
+        root = root.resolve()
+        is_new = not any(root.iterdir())
     except OSError as error:
-        raise StorageError(f"cannot be made: {error.strerror}", key=str(root)) from error
-    root = root.resolve()
-    is_new = not any(root.iterdir())
+        raise StorageError(f"cannot be made or read: {error.strerror}", key=str(root)) from error
     is_ours = (root / OWN_DIRECTORY).is_dir()
-    # What may be refused is refused before anything of ours is in the directory.
-    situation = None if is_ours else _examine(catalog, goal, goal_files, root, force=force, is_ours=False)
     try:
+        # What may be refused is refused before anything of ours is in the directory.
+        situation = None if is_ours else _examine(catalog, goal, goal_files, root, force=force, is_ours=False)
         with lock(root):
             if situation is None or read_marker(root) is not None:
                 situation = _examine(catalog, goal, goal_files, root, force=force, is_ours=is_ours)
@@ -131,6 +136,11 @@ def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, 
         if is_new and not (root / OWN_DIRECTORY / "marker.json").exists():
             shutil.rmtree(root / OWN_DIRECTORY, ignore_errors=True)
         raise
+    except OSError as error:
+        raise StorageError(
+            f"cannot be changed: {error.strerror or error}; pull again when that is cured",
+            key=str(error.filename or root),
+        ) from error
     return PullResult(
         goal.name,
         goal.row.root,
@@ -160,14 +170,20 @@ def _examine(
     if isinstance(marker, Marker):
         names = [name for name in (marker.base, marker.target) if name is not None]
         held = tuple(item for item in (_find(catalog, name) for name in names) if item is not None)
-        return _Situation(not entries, held, marker.target if marker.state == "clean" else marker.base)
+        previous = marker.target if marker.state == "clean" else marker.base
+        abandoned = next((item for item in held if item.name == marker.target != goal.name), None)
+        if marker.state == "clean":
+            abandoned = None
+        is_lost = len(held) < len(set(names))
+        return _Situation(not entries, held, previous, is_lost, is_lost, abandoned)
     if not entries:
         return _Situation(True, (), None)
+    is_lost = is_ours or isinstance(marker, Unreadable)
     identified = identify(catalog, root)
     if identified is not None:
-        return _Situation(False, (identified,), identified.name)
-    if isinstance(marker, Unreadable) or is_ours:
-        return _Situation(False, (), None, everything=True)
+        return _Situation(False, (identified,), identified.name, is_lost=is_lost)
+    if is_lost:
+        return _Situation(False, (), None, everything=True, is_lost=True)
     in_the_way = structure.conflicts(catalog.objects, root, files)
     if (in_the_way or any(name.endswith(".safetensors") for name in entries)) and not force:
         raise InvalidInputError(
@@ -218,7 +234,11 @@ def _bring(
     held = next((item for item in situation.held if item.row.root == goal.row.root), None) or next(
         iter(situation.held), None
     )
-    old = _old_structure(catalog, situation)
+    old = [structure.structure_of(catalog.objects, catalog.contents(item)) for item in situation.held]
+    if situation.abandoned is not None:
+        # The marker can name one way only: files of the way that is given up go before it is forgotten.
+        base = [item for item in situation.held if item.name == situation.previous]
+        leftovers.remove_left(catalog, root, files, [situation.abandoned], but_not=base)
     dirty = Marker(
         "dirty",
         catalog.document.store_id,
@@ -237,8 +257,10 @@ def _bring(
     else:
         outcome = _beside(catalog, contents, files, root, situation, way)
     outcome.nbytes_fetched += structure.write_sides(catalog.objects, root, files)
-    for item in old:
-        structure.remove_left(root, files, item)
+    leftovers.remove_left(catalog, root, files, situation.held)
+    if situation.is_lost:
+        leftovers.remove_left(catalog, root, files, catalog.find_root(""), lenient=True)
+    leftovers.clear_own(root)
     events.reached("pull.applied", goal.name)
     clean = Marker(
         "clean",
@@ -253,11 +275,6 @@ def _bring(
     write_marker(root, clean)
     events.reached("pull.clean", goal.name)
     return outcome
-
-
-def _old_structure(catalog: Catalog, situation: _Situation) -> list[Structure]:
-    """Return the files of the versions that the directory may hold."""
-    return [structure.structure_of(catalog.objects, catalog.contents(item)) for item in situation.held]
 
 
 def _in_place(
@@ -285,7 +302,7 @@ def _beside(
     catalog: Catalog, contents: VersionContents, files: Structure, root: Path, situation: _Situation, way: Route
 ) -> Outcome:
     """Build the weights in ``.dcr/next``, from the bits that the directory has where it can, and move them in."""
-    path, stage = way.path, root / OWN_DIRECTORY / _STAGE
+    path, stage = way.path, root / OWN_DIRECTORY / STAGE
     stage.mkdir(exist_ok=True)
     with DirectoryTarget.create(stage, contents.layout, files.weights, path.chunk_elements) as target:
         target.restore_headers()
@@ -297,7 +314,6 @@ def _beside(
         target.sync()
     events.reached("pull.staged", contents.name)
     structure.move_in(root, stage, files)
-    shutil.rmtree(stage, ignore_errors=True)
     return outcome
 
 

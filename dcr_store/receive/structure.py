@@ -21,10 +21,11 @@ from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import VersionContents, fetch
 from dcr_store.ports import ObjectStore
 from dcr_store.targets.directory import WeightFile
-from dcr_store.targets.paths import fsync_directory, path_inside
+from dcr_store.targets.paths import OWN_DIRECTORY, fsync_directory, path_inside
 from dcr_store.targets.safetensors_file import make_header, parse_header, read_header
 
 SINGLE_FILE = "model.safetensors"
+SIDE_NEW = "side.new"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,13 @@ def structure_of(objects: ObjectStore, contents: VersionContents) -> Structure:
     """Return a version's files. Tensors that were written one by one come as ``model.safetensors``."""
     files = contents.manifest.files
     if not files:
-        return Structure((_single_file(contents.layout),), ())
+        return Structure((single_file(contents.layout),), ())
     weights = tuple(WeightFile(f.path, fetch(objects, f.ref), f.nbytes) for f in files if f.kind == "weights")
     return Structure(weights, tuple(f for f in files if f.kind == "side"))
 
 
-def _single_file(layout: Layout) -> WeightFile:
+def single_file(layout: Layout) -> WeightFile:
+    """Return the file that tensors written one by one come as."""
     tensors = [(name, e.dtype, e.shape) for e in layout.tensors for name in (e.name, *e.aliases)]
     header = make_header(tensors, {"format": "pt"})
     document = canonical.decode(header[8:], SINGLE_FILE)
@@ -78,7 +80,7 @@ def settle(root: Path, goal: Structure, old: Iterable[WeightFile]) -> bool:
         if os.path.lexists(place):
             if not _is_own_file(place):
                 return False
-            found = _header(place)
+            found = header_of(place)
             # A header that cannot be read was torn: it is written again, and the bits behind it are judged by digest.
             if found is not None and not _alike(found, file.header):
                 return False
@@ -105,7 +107,7 @@ def _is_own_file(place: Path) -> bool:
     return not place.is_symlink() and place.is_file() and place.stat().st_nlink == 1
 
 
-def _header(place: Path) -> bytes | None:
+def header_of(place: Path) -> bytes | None:
     """Return a file's header, None if it cannot be read."""
     try:
         return read_header(place).raw
@@ -149,7 +151,7 @@ def write_sides(objects: ObjectStore, root: Path, goal: Structure) -> int:
             continue
         data = fetch(objects, file.ref)
         nbytes += len(data)
-        temporary = root / ".dcr" / "side.new"
+        temporary = root / OWN_DIRECTORY / SIDE_NEW
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as handle:
@@ -162,21 +164,6 @@ def write_sides(objects: ObjectStore, root: Path, goal: Structure) -> int:
         except OSError as error:
             raise StorageError(f"cannot be written: {error.strerror}", key=str(place)) from error
     return nbytes
-
-
-def remove_left(root: Path, goal: Structure, old: Structure) -> None:
-    """Remove what an older version put here and the new one does not have, if it is still that."""
-    keep = set(goal.paths())
-    for side in old.sides:
-        place = path_inside(root, side.path)
-        if side.path not in keep and not place.is_symlink() and _holds(place, side):
-            place.unlink()
-            events.reached("pull.file.removed", str(place))
-    for weights in old.weights:
-        place = path_inside(root, weights.path)
-        if weights.path not in keep and not place.is_symlink() and _header(place) == weights.header:
-            place.unlink()
-            events.reached("pull.file.removed", str(place))
 
 
 def conflicts(objects: ObjectStore, root: Path, goal: Structure) -> list[str]:
