@@ -101,6 +101,10 @@ HOSTILE = {
         CODED_HEADER + leb128(1) + stream(b"\x01") + stream(b"\x00") + stream(b"", 2) * 2,
         "coding",
     ),
+    "frame of no length": (
+        CODED_HEADER + leb128(1) + stream(b"\x01") + stream(b"\x00") + stream(b"", ZSTD) * 2,
+        "coding",
+    ),
     "constant of two bytes": (
         SPARSE_HEADER + leb128(2) + b"\x02\x02\x02\x01\x01" + LOW + HIGH,
         "stored length of constant",
