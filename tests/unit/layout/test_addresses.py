@@ -225,7 +225,7 @@ def test_a_name_is_given_once() -> None:
     assert builder.build().names() == ["a", "e", "b"]
 
 
-def test_a_space_has_2_to_the_62_elements() -> None:
+def test_a_space_has_a_limit() -> None:
     builder = LayoutBuilder()
     builder.add("a", "U8", ((1 << 52) - 64,))
     builder.add("b", "U8", (64,))

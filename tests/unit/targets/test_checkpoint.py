@@ -16,8 +16,9 @@ import safetensors.torch
 import torch
 
 from dcr_store.errors import DcrError, FormatError, IntegrityError, InvalidInputError, NotFoundError
-from dcr_store.targets.checkpoint import open_checkpoint
+from dcr_store.targets.checkpoint import Checkpoint, CheckpointFile, open_checkpoint
 from dcr_store.targets.checkpoint_listing import LeftOut, SideFile
+from dcr_store.targets.safetensors_file import read_header
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -353,12 +354,28 @@ def replace(path: Path) -> None:
     copy.replace(path)
 
 
+def overwrite_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"c"', b'"d"'))
+
+
+def lengthen(path: Path) -> None:
+    os.truncate(path, path.stat().st_size + 1)
+
+
 @pytest.mark.parametrize("change", [overwrite, replace, Path.unlink])
 def test_changes_while_open_are_noticed(change: Callable[[Path], None], sharded: Path) -> None:
     with open_checkpoint(sharded) as checkpoint:
         change(sharded / SECOND)
         with pytest.raises(IntegrityError, match=f"{SECOND}.*was changed while it was being read"):
             checkpoint.check_unchanged()
+
+
+@pytest.mark.parametrize("change", [overwrite_header, lengthen])
+def test_changes_between_header_and_data_are_noticed(sharded: Path, change: Callable[[Path], None]) -> None:
+    file = CheckpointFile(SECOND, read_header(sharded / SECOND))
+    change(sharded / SECOND)
+    with pytest.raises(IntegrityError, match=f"{SECOND}.*was changed while it was being read"):
+        Checkpoint(sharded, (file,))
 
 
 def test_a_file_cut_while_open_is_an_error(sharded: Path) -> None:

@@ -244,9 +244,12 @@ def test_a_stale_copy_does_not_pass_for_either(tmp_path: Path, stale: str) -> No
         assert out[:50].tolist() == bits[:50].tolist()
 
 
-def test_the_copy_that_counts_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("order", [("embed", "head", "third"), ("head", "third", "embed"), ("third", "embed", "head")])
+def test_the_copy_that_counts_is_written_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]
+) -> None:
     names = []
-    with tied(tmp_path, "embed", "head", "third", "norm") as target:
+    with tied(tmp_path, *order, "norm") as target:
         by_offset = {tensor.begin: tensor.name for tensor in parse_header(*target.files[0][1:], "m").tensors}
         pwritev = os.pwritev
 
@@ -258,6 +261,17 @@ def test_the_copy_that_counts_is_written_last(tmp_path: Path, monkeypatch: pytes
         target.write_chunk("u16", 0, random_chunk("u16"))
     assert sorted(names[:2]) == ["head", "third"]
     assert names[2] == "embed"
+
+
+def test_tensors_that_follow_each_other_in_different_files(tmp_path: Path) -> None:
+    """Neighbours in the space, and the offset of the second is where the first one ends - in another file."""
+    rows: list[Row] = [(name, "U8", (64,)) for name in "abcd"]
+    files = [weight_file("0", [rows[0], rows[2]]), weight_file("1", [rows[3], rows[1]])]
+    assert len(files[0].header) == len(files[1].header)
+    bits = np.arange(256, dtype=np.uint8)
+    with DirectoryTarget.create(tmp_path, layout_of(rows), files, 256) as target:
+        target.write_chunk("u8", 0, bits)
+        assert {name: data[0] for name, data in tensors_in(target).items()} == {"a": 0, "b": 64, "c": 128, "d": 192}
 
 
 # ---------------------------------------------------------------------------------------------- files and layout
@@ -503,6 +517,19 @@ def test_errors_of_the_disk(target: DirectoryTarget, monkeypatch: pytest.MonkeyP
         action()
 
 
+def test_names_that_cannot_be_made_durable(target: DirectoryTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
+    def fail(fd: int) -> None:
+        if Path(f"/proc/self/fd/{fd}").readlink().is_dir():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StorageError, match=f"{target.root}: cannot be made durable"):
+        target.sync()
+
+
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
     with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(StorageError, match="No space left"):
         file_bytes.write_exactly(full.fileno(), 0, [memoryview(b"x")], "m")
@@ -528,6 +555,15 @@ def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
         file_bytes.read_exactly(file.fileno(), 5, [memoryview(part) for part in found], "f")
         assert found == parts
         file_bytes.read_exactly(file.fileno(), 10**9, [memoryview(bytearray())], "f")
+
+
+def test_more_parts_than_one_call_takes(tmp_path: Path) -> None:
+    parts = [bytes([i % 256, 7]) for i in range(3000)]
+    with (tmp_path / "f").open("w+b", buffering=0) as file:
+        file_bytes.write_exactly(file.fileno(), 0, [memoryview(part) for part in parts], "f")
+        found = [bytearray(2) for _ in parts]
+        file_bytes.read_exactly(file.fileno(), 0, [memoryview(part) for part in found], "f")
+    assert found == parts
 
 
 def test_fifty_thousand_tiny_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,14 @@ def test_unknown_fields_are_ignored(tmp_path: Path) -> None:
 
 
 def body(**fields: Any) -> bytes:
-    valid = {"format": "dcr-target", "state": "clean", "store_id": "s", "base": None, "target": "main@1", "root": "r"}
+    valid = {"format": "dcr-target", **asdict(CLEAN)}
     return canonical.seal_body({name: value for name, value in {**valid, **fields}.items() if value != "gone"})
+
+
+def test_the_body_below_is_valid(tmp_path: Path) -> None:
+    (tmp_path / ".dcr").mkdir()
+    (tmp_path / ".dcr" / "marker.json").write_bytes(body())
+    assert read_marker(tmp_path) == CLEAN
 
 
 @pytest.mark.parametrize(
@@ -60,7 +67,7 @@ def body(**fields: Any) -> bytes:
         b"\xff\xfe",
         b'{"state":"clean"}',
         body()[:-1],
-        body().replace(b"main@1", b"main@2"),
+        body().replace(b"main@4", b"main@5"),
         body(format="dcr-log"),
         body(state="half"),
         body(state=None),
@@ -72,7 +79,7 @@ def body(**fields: Any) -> bytes:
         b'{"body":{"a":"\\ud800"},"sha256":"0"}',
         b'{"body":{"a":1,"a":2},"sha256":"0"}',
         b"[" * 60_000,
-        body(padding="x" * 70_000),
+        body(layout="gone"),
     ],
 )
 def test_torn_and_foreign_markers_are_unreadable(tmp_path: Path, content: bytes) -> None:
@@ -83,6 +90,12 @@ def test_torn_and_foreign_markers_are_unreadable(tmp_path: Path, content: bytes)
     assert result.reason
     write_marker(tmp_path, CLEAN)
     assert read_marker(tmp_path) == CLEAN
+
+
+def test_a_marker_too_large_is_unreadable(tmp_path: Path) -> None:
+    (tmp_path / ".dcr").mkdir()
+    (tmp_path / ".dcr" / "marker.json").write_bytes(body(padding="x" * 70_000))
+    assert read_marker(tmp_path) == Unreadable("the marker has over 65536 bytes")
 
 
 def test_every_torn_prefix_is_unreadable(tmp_path: Path) -> None:
@@ -219,6 +232,13 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
             pass
     with lock(tmp_path):
         pass
+
+
+def test_the_lock_names_its_last_holder_only(tmp_path: Path) -> None:
+    (tmp_path / ".dcr").mkdir()
+    (tmp_path / ".dcr" / "lock").write_text("1234567890\n")
+    with lock(tmp_path):
+        assert (tmp_path / ".dcr" / "lock").read_text() == f"{os.getpid()}\n"
 
 
 def test_the_lock_is_released_by_an_error(tmp_path: Path) -> None:
