@@ -32,9 +32,12 @@ class Problem:
 
     @classmethod
     def of(cls, error: DcrError, key: str = "") -> Problem:
-        """Return an error as a problem."""
+        """Return an error as a problem of the object `key`, unless the error names another one."""
         expected, found = (None if side is None else str(side) for side in (error.expected, error.found))
-        return cls(error.key or key, str(error.args[0]), expected, found)
+        named, what = error.key or key, str(error.args[0])
+        if key and named.startswith(f"{key}#"):  # a field of that object
+            named, what = key, f"{named.removeprefix(key)}: {what}"
+        return cls(named, what, expected, found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,198 @@
+"""The process that is killed: publishes or pulls as it is told, and kills or stops itself at named points.
+
+Run as a program it is a nursery: it imports the package once, and for each connection to its socket forks a child of
+its own process group that does one job (a JSON line), answers ``{"pid": …}`` and, if it lives, the outcome. A child
+that is killed leaves an open transaction, a torn target and a closed connection, like any process. The nursery ends
+all of them when its standard input ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dcr_store
+from dcr_store import events
+from dcr_store.errors import ConflictError, DcrError
+from dcr_store.log import line
+from dcr_store.objects.retry import RetryPolicy
+from dcr_store.publish import partitions
+
+Job = dict[str, Any]
+
+
+class Points:
+    """Counts the named points that are reached, and strikes at the one it was told."""
+
+    def __init__(self, strike: tuple[str, int, int] | None) -> None:
+        self.counts: Counter[str] = Counter()
+        self._strike = strike
+        self._lock = threading.Lock()
+
+    def __call__(self, event: events.Event) -> None:
+        if event.name == "progress":
+            return
+        with self._lock:
+            self.counts[event.name] += 1
+            if self._strike is not None and (event.name, self.counts[event.name]) == self._strike[:2]:
+                os.kill(os.getpid(), self._strike[2])
+
+
+def do(job: Job) -> dict[str, Any]:
+    """Do one job; return its outcome."""
+    strike = None
+    for name in ("kill", "stop"):
+        if job.get(name):
+            point, nth = job[name]
+            strike = (point, nth, signal.SIGKILL if name == "kill" else signal.SIGSTOP)
+    partitions.PARTITION_NBYTES = job.get("partition_nbytes", partitions.PARTITION_NBYTES)  # type: ignore[misc]
+    partitions.JOURNAL_PARTITIONS = job.get("journal_partitions", partitions.JOURNAL_PARTITIONS)  # type: ignore[misc]
+    line.CHECKPOINT_VERSIONS = job.get("checkpoint_versions", line.CHECKPOINT_VERSIONS)  # type: ignore[misc]
+    if "deadline_s" in job:
+        _hasten(job["deadline_s"])
+    points = Points(strike)
+    try:
+        with events.listening(points):
+            done = _VERBS[job["do"]](job)
+        return {"ok": True, "points": points.counts, **done}
+    except DcrError as error:
+        return {"ok": False, "kind": error.kind, "key": error.key, "message": str(error), "points": points.counts}
+
+
+def _hasten(deadline_s: float) -> None:
+    """Let storage operations give up sooner than users would want."""
+    from dcr_store.objects import local, s3
+
+    def policy() -> RetryPolicy:
+        return RetryPolicy(deadline_s=deadline_s, unreachable_s=deadline_s, first_delay_s=0.02, longest_delay_s=0.2)
+
+    local.RetryPolicy = s3.RetryPolicy = policy  # type: ignore[assignment,attr-defined]
+
+
+def _open(job: Job) -> dcr_store.Store:
+    return dcr_store.open(job["store"], storage_options=job.get("options"))
+
+
+def _publish(job: Job) -> dict[str, Any]:
+    store = _open(job)
+    transaction = store.begin(
+        job.get("line", "main"),
+        base=job.get("base"),
+        message=job.get("message"),
+        metadata=job.get("metadata"),
+        owner=job.get("owner"),
+        takeover=job.get("takeover", False),
+        baseline=job.get("baseline"),
+    )
+    with transaction:
+        transaction.write_checkpoint(job["checkpoint"])
+        info = transaction.commit()
+    store.close()
+    return {"version": info.version, "root": info.root}
+
+
+def _pull(job: Job) -> dict[str, Any]:
+    with _open(job) as store:
+        result = store.pull(job["directory"], job.get("version"), force=job.get("force", False))
+    return result.to_json()
+
+
+def _race(job: Job) -> dict[str, Any]:
+    """Commit versions of one tensor until `n` are in, beginning again after each conflict."""
+    import numpy as np
+
+    roots, conflicts = [], 0
+    with _open(job) as store:
+        while len(roots) < job["n"]:
+            mine = {"racer": job["racer"], "nth": len(roots)}
+            try:
+                with store.begin(metadata=mine) as transaction:
+                    transaction.write("weight", np.full(256, 1000 * job["racer"] + len(roots), np.int32))
+                    roots.append(transaction.commit().root)
+            except ConflictError:
+                conflicts += 1
+                _nap()
+    return {"roots": roots, "conflicts": conflicts}
+
+
+def _nap() -> None:
+    import random
+    import time
+
+    time.sleep(random.uniform(0.0, 0.05))
+
+
+_VERBS = {"publish": _publish, "pull": _pull, "race": _race}
+
+
+def _warm_up(scratch: Path) -> None:
+    """Import what a job needs, once, by doing one of each kind."""
+    import numpy as np
+
+    import dcr_store.objects.s3
+
+    with dcr_store.create(scratch / "store", chunk_elements=64) as store:
+        for value in range(2):
+            with store.begin() as transaction:
+                transaction.write("weight", np.full(256, value, np.int32))
+        store.pull(scratch / "target")
+        store.verify(deep=True)
+
+
+def _serve_one(connection: socket.socket) -> None:
+    with connection, connection.makefile("rw", encoding="utf-8") as stream:
+        job = json.loads(stream.readline())
+        stream.write(json.dumps({"pid": os.getpid()}) + "\n")
+        stream.flush()
+        stream.write(json.dumps(do(job)) + "\n")
+        stream.flush()
+
+
+@contextlib.contextmanager
+def _listening(path: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(path)
+        server.listen(64)
+        yield server
+
+
+def main(path: str, scratch: str) -> None:
+    """Serve jobs at the socket `path` until standard input ends."""
+    _warm_up(Path(scratch))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are reaped at once, and their owners known to be dead
+    with _listening(path) as server:
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        while True:
+            readable, _, _ = select.select([server, sys.stdin], [], [])
+            if sys.stdin in readable:
+                os.killpg(0, signal.SIGKILL)  # also those that are stopped, and this process
+            connection, _ = server.accept()
+            if os.fork():
+                connection.close()
+                continue
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            server.close()
+            status = 0
+            try:
+                _serve_one(connection)
+            except BaseException:
+                traceback.print_exc()
+                status = 1
+            sys.stderr.flush()
+            os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
