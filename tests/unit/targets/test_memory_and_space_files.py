@@ -204,6 +204,22 @@ def test_a_layout_without_values_has_no_files(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_room_is_taken_when_files_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = {}
+    posix_fallocate = os.posix_fallocate
+
+    def spy(fd: int, offset: int, nbytes: int) -> None:
+        reserved[Path(f"/proc/self/fd/{fd}").readlink().name] = (offset, nbytes)
+        posix_fallocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", spy)
+    SpaceFiles(tmp_path, LAYOUT, CHUNK, create=True).close()
+    assert reserved == {f"{space}.bin": (0, n * width(space)) for space, n in LAYOUT.spaces.items()}
+    reserved.clear()
+    SpaceFiles(tmp_path, LAYOUT, CHUNK, create=True).close()
+    assert reserved == {}
+
+
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
 def test_file_systems_that_cannot_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def refuse(*_: int) -> None:
