@@ -88,7 +88,7 @@ class Report:
 def made(n_elements: int, rate: float, n_steps: int = 2) -> list[U16]:
     """Return the bits of consecutive states."""
     rng = np.random.default_rng(0)
-    blocks = [weights(rng, min(BLOCK, n_elements))]
+    blocks = [weights(rng, min(BLOCK, -(-n_elements // CHUNK) * CHUNK))]
     while len(blocks) < n_steps:
         blocks.append(step(rng, blocks[-1], rate))
     size = len(blocks[0])
