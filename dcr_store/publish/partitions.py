@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,27 +37,34 @@ Durable = Mapping[tuple[str, int, str], Partition]
 
 
 class ChunkSpool:
-    """Encoded chunks by (space, chunk): in memory up to ``SPOOL_NBYTES``, then in an unnamed temporary file."""
+    """Encoded chunks by (space, chunk): in memory up to ``SPOOL_NBYTES``, then in an unnamed temporary file.
+
+    Safe to use from several threads: one file has one position.
+    """
 
     def __init__(self) -> None:
         self._file = SpooledTemporaryFile(max_size=SPOOL_NBYTES)  # noqa: SIM115 - lives as long as the writer
+        weakref.finalize(self, self._file.close)  # also of a transaction that was dropped
         self._places: dict[tuple[str, int], tuple[int, int]] = {}
         self._end = 0
+        self._lock = threading.Lock()
 
     def put(self, space: str, chunk: int, data: bytes) -> None:
         """Keep a chunk."""
-        self._file.seek(self._end)
-        self._file.write(data)
-        self._places[space, chunk] = (self._end, len(data))
-        self._end += len(data)
+        with self._lock:
+            self._file.seek(self._end)
+            self._file.write(data)
+            self._places[space, chunk] = (self._end, len(data))
+            self._end += len(data)
 
     def get(self, space: str, chunk: int) -> bytes | None:
         """Return a chunk, None if there is none."""
         place = self._places.get((space, chunk))
         if place is None:
             return None
-        self._file.seek(place[0])
-        return self._file.read(place[1])
+        with self._lock:
+            self._file.seek(place[0])
+            return self._file.read(place[1])
 
     def places(self) -> list[tuple[str, int]]:
         """Return what is kept, in the order of arrival."""

@@ -115,6 +115,7 @@ class StateWriter:
         self.codec = get_codec(partitions.codec)
         self.chunk_elements = partitions.chunk_elements
         self.n_changed = 0
+        self._kept: dict[str, tuple[int, Bits]] = {}
         self.contributions: dict[str, list[tuple[int, int, int, int]]] = {space: [] for space in SPACES}
         self._pool = ThreadPoolExecutor(n_workers(), "dcr-encode")
         self._waiting: deque[Future[EncodedChunk]] = deque()
@@ -170,9 +171,17 @@ class StateWriter:
             a, b = max(low, chunk * size), min(high, (chunk + 1) * size)
             bits = self._assembler.partial(entry.space, chunk)
             if bits is None:
-                bits = np.empty(size, uint_dtype(entry.space))
-                self._complete(entry.space, chunk, bits)
+                bits = self._completed(entry.space, chunk)
             out[a - low : b - low] = bits[a - chunk * size : b - chunk * size]
+
+    def _completed(self, space: str, chunk: int) -> Bits:
+        """Return a complete chunk of the new state; the last one is kept, for many small tensors may be in it."""
+        kept = self._kept.get(space)
+        if kept is None or kept[0] != chunk:
+            bits: Bits = np.empty(self.chunk_elements, uint_dtype(space))
+            self._complete(space, chunk, bits)
+            kept = self._kept[space] = (chunk, bits)
+        return kept[1]
 
     def _complete(self, space: str, chunk: int, out: Bits) -> None:
         """Copy a complete chunk of the new state to `out`."""

@@ -17,7 +17,7 @@ from typing import Final, Self
 import numpy as np
 
 from dcr_store import events
-from dcr_store.errors import DcrError, FencedError, InvalidInputError
+from dcr_store.errors import DcrError, FencedError, InvalidInputError, OutcomeUnknownError
 from dcr_store.format.documents import CheckpointFile, ObjectRef
 from dcr_store.format.fields import now
 from dcr_store.format.names import TransactionKeys, new_incarnation, new_txid, version_name
@@ -52,8 +52,9 @@ class CheckpointSummary:
 class Transaction:
     """An open transaction of one writer. Not thread-safe; use one thread.
 
-    Leaving it as a context manager without an exception commits it if nothing has been decided yet; an exception aborts
-    it.
+    Leaving it as a context manager without an exception commits it if nothing has been decided yet; an exception, also
+    one of that commit, aborts it. Only a commit of unknown outcome is left as it is: the next one to begin finds out,
+    or ``commit``, called again.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class Transaction:
         self._release = release
         self._keys = TransactionKeys(log.line, pending.version, pending.txid)
         self._state = "open"
+        self._closed = False
         self._written: dict[str, TensorEntry] = {}
+        self._taken: set[int] = set()  # places of the base's layout that were written, by one of their names
         self._memory: dict[object, str] = {}
         self._files: list[CheckpointFile] = []
         self._stored_files: list[ObjectRef] = []
@@ -213,12 +216,8 @@ class Transaction:
         if isinstance(self._writer, DeltaWriter):
             entry = self._fits(name, dtype, shape)
             if entry is not None:
-                twin = (
-                    next((other for other, place in self._written.items() if place is entry), None)
-                    if entry.aliases
-                    else None
-                )
-                if twin is None:
+                if id(entry) not in self._taken:
+                    self._taken.add(id(entry))
                     self._written[name] = entry
                     self._writer.write(entry, read)
                     return
@@ -252,9 +251,10 @@ class Transaction:
         written, self._written = self._written, {}
         anchor = self._anchor_writer()
         self._writer = anchor
+        firsts: dict[int, str] = {}
         for name, entry in written.items():
-            first = next((other for other in self._written if written[other] is entry), None)
-            if first is not None:
+            first = firsts.setdefault(id(entry), name)
+            if first != name:
                 self._builder.add_alias(name, first)
                 self._written[name] = self._written[first]
                 continue
@@ -294,10 +294,16 @@ class Transaction:
         if self._proposed is None:
             self._proposed = self._propose(layout)
         store_proposal(self._catalog.objects, self._keys, *self._proposed)
-        row = append_commit(self._log, self._proposed[1], self._require_ours)
+        try:
+            row = append_commit(self._log, self._proposed[1], self._require_ours)
+        except FencedError:
+            self._close()
+            raise
         self._state = "committed"
         located = Located(self.line, row)
         self._committed = info_of(Located(self.line, self._log.complete(row)))
+        if self._closed:
+            return self._committed  # the baseline was given back; it is brought up to date when it is used next
         if isinstance(writer, DeltaWriter):
             self._baseline.advance(located, writer.spool, writer.codec)
         else:
@@ -371,9 +377,13 @@ class Transaction:
             )
 
     def _close(self) -> None:
+        """Let go of everything, once: by then the baseline may serve another transaction."""
+        LIVE.discard(self.txid)
+        if self._closed:
+            return
+        self._closed = True
         self._writer.close()
         self._baseline.drop_staging()
-        LIVE.discard(self.txid)
         release, self._release = self._release, lambda: None
         release()
 
@@ -383,10 +393,19 @@ class Transaction:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            if self._state == "open":
+        if error is not None:
+            self._give_up(error)
+        elif self._state == "open":
+            try:
                 self.commit()
-            return
+            except OutcomeUnknownError:
+                self._close()
+                raise
+            except BaseException as failure:
+                self._give_up(failure)
+                raise
+
+    def _give_up(self, error: BaseException) -> None:
         try:
             self.abort(f"{type(error).__name__}: {error}"[:500])
         except DcrError as second:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -289,3 +290,24 @@ def test_the_spool_keeps_what_it_is_given() -> None:
     ]
     assert spool.places() == [("u8", 1), ("u16", 1), ("u8", 0)]
     spool.close()
+
+
+def test_the_spool_is_read_by_several_threads() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    interval = sys.getswitchinterval()
+    spool = ChunkSpool()
+    for number in range(100):
+        spool.put("u8", number, b"%d," % number * 50)
+
+    def read(seed: int) -> bool:
+        numbers = np.random.default_rng(seed).integers(0, 100, 3000).tolist()
+        return all(spool.get("u8", number) == b"%d," % number * 50 for number in numbers)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(read, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+        spool.close()
