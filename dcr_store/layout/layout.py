@@ -1,8 +1,6 @@
 """The layout: the table of tensors and the address of each in the canonical spaces (docs/spec/v1.md §5).
 
-Reading refuses every document in which tensors overlap, leave their space, are not aligned, leave gaps other than
-alignment, share a name, or whose numbers are no sizes: ``FormatError`` that names the tensor. Building refuses bad
-names, dtypes and shapes with ``InvalidInputError``.
+Building refuses bad names, dtypes and shapes with ``InvalidInputError``; reading a malformed document, `document` does.
 """
 
 from __future__ import annotations
@@ -13,63 +11,20 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from heapq import nlargest
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dcr_store.errors import FormatError, InvalidInputError, NotFoundError
+from dcr_store.errors import InvalidInputError, NotFoundError
 from dcr_store.format import canonical
-from dcr_store.layout.dtypes import (
-    ALIGNMENT_NBYTES,
-    DTYPES,
-    MAX_ELEMENTS,
-    SPACES,
-    aligned,
-    dtype,
-    n_elements,
-    shown,
-    width,
-)
+from dcr_store.layout import document
+from dcr_store.layout.dtypes import MAX_ELEMENTS, SPACES, aligned, dtype, n_elements, shown
+from dcr_store.layout.entry import TensorEntry, name_problem
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-FORMAT: Final = "dcr-layout"
-MAX_NAME_NBYTES: Final = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor and where it lies.
-
-    Attributes
-    ----------
-    name, dtype : str
-        Its name, and its dtype as in safetensors.
-    shape : tuple of int
-        In values.
-    space : str
-        The space that holds it.
-    start : int
-        The address of its first element.
-    n_elements : int
-        The addresses it takes; 0 for a tensor without values.
-    aliases : tuple of str
-        Further names of the same storage, in the order in which they were added.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    space: str
-    start: int
-    n_elements: int
-    aliases: tuple[str, ...] = ()
-
-    @property
-    def stop(self) -> int:
-        """The address after its last element."""
-        return self.start + self.n_elements
+__all__ = ["Layout", "LayoutBuilder", "LayoutChanges", "Piece", "TensorEntry"]
 
 
 class Piece(NamedTuple):
@@ -131,13 +86,8 @@ class Layout:
         FormatError
             If it is no layout; names the tensor and what was expected.
         """
-        document = canonical.decode_object(data, key, FORMAT)
-        spaces = _read_spaces(document.get("spaces"), key)
-        tensors = _read_tensors(document.get("tensors"), spaces, key)
-        _check_addresses(tensors, spaces, key)
-        layout = cls(tensors, spaces, data)
-        _check_unique(layout, key)
-        return layout
+        tensors, spaces = document.decode(data, key)
+        return cls(tensors, spaces, data)
 
     def to_json_bytes(self) -> bytes:
         """Return the document: canonical JSON, or the very bytes that were read."""
@@ -145,18 +95,7 @@ class Layout:
 
     @cached_property
     def _encoded(self) -> bytes:
-        tensors = [
-            {
-                "aliases": list(entry.aliases),
-                "dtype": entry.dtype,
-                "name": entry.name,
-                "shape": list(entry.shape),
-                "space": entry.space,
-                "start": entry.start,
-            }
-            for entry in self.tensors
-        ]
-        return canonical.encode({"format": FORMAT, "spaces": dict(self.spaces), "tensors": tensors})
+        return document.encode(self.tensors, self.spaces)
 
     @cached_property
     def sha256(self) -> str:
@@ -315,139 +254,8 @@ class LayoutBuilder:
             raise InvalidInputError("is the name of two tensors; each needs its own", key=str(name))
 
 
-def name_problem(name: object) -> str | None:
-    """Return why `name` cannot name a tensor (docs/spec/v1.md §5), or None if it can."""
-    if not isinstance(name, str):
-        return "it is not text"
-    if not name:
-        return "it is empty"
-    if "\0" in name:
-        return "it contains NUL"
-    try:
-        nbytes = len(name) if name.isascii() else len(name.encode())
-    except UnicodeEncodeError:
-        return "it is not valid Unicode"
-    return None if nbytes <= MAX_NAME_NBYTES else f"it has {nbytes} bytes, over the {MAX_NAME_NBYTES} allowed"
-
-
 def _close_names(name: str, names: Iterable[str]) -> list[str]:
     """Return up to three names like `name`; among many names, only those that share most of its parts are compared."""
     parts = set(name.split("."))
     likely = nlargest(200, names, key=lambda other: len(parts.intersection(other.split("."))))
     return get_close_matches(name, likely, n=3)
-
-
-def _read_tensors(rows: object, spaces: dict[str, int], key: str) -> tuple[TensorEntry, ...]:
-    if not isinstance(rows, list):
-        raise FormatError("field 'tensors' is wrong", key=key, expected="a list", found=type(rows).__name__)
-    return tuple(_read_tensor(row, spaces, key, index) for index, row in enumerate(rows))
-
-
-def _read_tensor(row: Any, spaces: dict[str, int], key: str, index: int) -> TensorEntry:
-    if not isinstance(row, dict):
-        raise FormatError(f"tensor {index} is no object", key=key, expected="an object", found=type(row).__name__)
-    name = row.get("name")
-    problem = name_problem(name)
-    if problem is not None or not isinstance(name, str):
-        raise FormatError(f"tensor {index}: {shown(name)} cannot name a tensor: {problem}", key=key)
-    kind = DTYPES.get(row["dtype"]) if isinstance(row.get("dtype"), str) else None
-    if kind is None:
-        kind = dtype(row.get("dtype"), key=_place(key, name), error=FormatError)
-    shape, start, aliases = row.get("shape"), row.get("start"), row.get("aliases")
-    if not isinstance(shape, list):
-        raise _wrong(key, name, "shape is wrong", "a list", shape)
-    try:
-        size = n_elements(kind, shape)
-    except InvalidInputError as error:
-        raise _wrong(key, name, "shape is wrong", error.expected, error.found) from error
-    if row.get("space") != kind.space:
-        raise _wrong(key, name, f"the space is not that of dtype {kind.name}", kind.space, row.get("space"))
-    if type(start) is not int or not 0 <= start <= MAX_ELEMENTS:
-        raise _wrong(key, name, "start is no address", "an integer from 0 to 2^52", start)
-    if start + size > spaces[kind.space]:
-        raise _wrong(
-            key, name, f"leaves space {kind.space}", f"an end of at most {spaces[kind.space]}", f"{start} + {size}"
-        )
-    if not isinstance(aliases, list):
-        raise _wrong(key, name, "aliases are wrong", "a list", aliases)
-    for alias in aliases:
-        problem = name_problem(alias)
-        if problem is not None:
-            raise FormatError(f"alias {shown(alias)} cannot name a tensor: {problem}", key=_place(key, name))
-    return TensorEntry(name, kind.name, tuple(shape), kind.space, start, size, tuple(aliases))
-
-
-def _place(key: str, name: str) -> str:
-    return f"{key}#{shown(name)}"
-
-
-def _wrong(key: str, name: str, message: str, expected: object, found: object) -> FormatError:
-    return FormatError(message, key=_place(key, name), expected=expected, found=shown(found))
-
-
-def _read_spaces(document: object, key: str) -> dict[str, int]:
-    if not isinstance(document, dict) or set(document) != set(SPACES):
-        raise FormatError(
-            "field 'spaces' is wrong", key=key, expected=f"the lengths of {', '.join(SPACES)}", found=shown(document)
-        )
-    for space, length in document.items():
-        if type(length) is not int or not 0 <= length <= MAX_ELEMENTS or length != aligned(length, space):
-            raise FormatError(
-                f"the length of space {space} is wrong",
-                key=key,
-                expected=f"a multiple of {ALIGNMENT_NBYTES // width(space)} from 0 to 2^52",
-                found=shown(length),
-            )
-    return {space: document[space] for space in SPACES}
-
-
-def _check_addresses(tensors: tuple[TensorEntry, ...], spaces: dict[str, int], key: str) -> None:
-    """Refuse tensors that are not where the rule of §5 puts them, naming the first one that is not."""
-    for space in SPACES:
-        mine = [entry for entry in tensors if entry.space == space]
-        step = ALIGNMENT_NBYTES // width(space)
-        starts = np.fromiter((entry.start for entry in mine), np.int64, len(mine))
-        stops = starts + np.fromiter((entry.n_elements for entry in mine), np.int64, len(mine))
-        ends = -(-stops // step) * step  # no end is past its space, so below 2^63
-        expected = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if mine else starts
-        wrong = np.flatnonzero(starts != expected)
-        if wrong.size:
-            raise _misplaced(mine, int(wrong[0]), int(expected[wrong[0]]), step, key)
-        length = int(ends[-1]) if mine else 0
-        if length != spaces[space]:
-            last = f"tensor {shown(mine[-1].name)} ends" if mine else "it has no tensor and ends"
-            raise FormatError(
-                f"the length of space {space} is wrong: {last} at {length}, rounded up to 64 bytes",
-                key=key,
-                expected=length,
-                found=spaces[space],
-            )
-
-
-def _misplaced(mine: list[TensorEntry], index: int, expected: int, step: int, key: str) -> FormatError:
-    entry = mine[index]
-    if entry.start % step:
-        what = "is not aligned to 64 bytes"
-    elif entry.start > expected:
-        what = "leaves addresses unused before it"
-    else:
-        what = f"overlaps tensor {shown(mine[index - 1].name)}" if index else "has a negative start"
-    return FormatError(
-        f"the start of the tensor {what}", key=_place(key, entry.name), expected=expected, found=entry.start
-    )
-
-
-def _check_unique(layout: Layout, key: str) -> None:
-    if len(layout._by_name) == len(layout.tensors) + sum(len(entry.aliases) for entry in layout.tensors):
-        return
-    seen: set[str] = set()
-    for entry in layout.tensors:
-        for name in (entry.name, *entry.aliases):
-            if name in seen:
-                raise FormatError(
-                    "is a name of two tensors",
-                    key=_place(key, name),
-                    expected="unique names",
-                    found="a second one",
-                )
-            seen.add(name)

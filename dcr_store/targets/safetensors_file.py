@@ -22,7 +22,7 @@ from typing import Any, Final
 from dcr_store.errors import FormatError, InvalidInputError, NotFoundError, StorageError
 from dcr_store.format import canonical
 from dcr_store.layout.dtypes import DTYPES, DType, dtype, n_elements, shown
-from dcr_store.layout.layout import name_problem
+from dcr_store.layout.entry import name_problem
 from dcr_store.targets.file_bytes import read_exactly
 
 MAX_HEADER_NBYTES: Final = 100_000_000
