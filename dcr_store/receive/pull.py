@@ -168,7 +168,8 @@ def _examine(
             )
         marker = Unreadable("of another store")
     if isinstance(marker, Marker):
-        names = [name for name in (marker.base, marker.target) if name is not None]
+        named = (marker.target,) if marker.state == "clean" else (marker.base, marker.target)
+        names = [name for name in named if name is not None]
         held = tuple(item for item in (_find(catalog, name) for name in names) if item is not None)
         previous = marker.target if marker.state == "clean" else marker.base
         abandoned = next((item for item in held if item.name == marker.target != goal.name), None)

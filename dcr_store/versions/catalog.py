@@ -17,11 +17,13 @@ from dcr_store.format.names import LINE, VersionRef, check_line, version_name
 from dcr_store.layout.layout import Layout
 from dcr_store.log.fold import VersionRow
 from dcr_store.log.line import LineLog
+from dcr_store.objects.transfer import map_bounded
 from dcr_store.payload import version as payload
 from dcr_store.payload.version import Table, VersionContents
 from dcr_store.ports import ObjectStore
 
-_N_CACHED: Final = 64
+CACHE_NBYTES: Final = 64 << 20
+_N_READERS: Final = 8
 T = TypeVar("T")
 
 
@@ -51,19 +53,24 @@ class Catalog:
         self.document = document
         self.store_sha256 = store_sha256
         self._lines: dict[str, LineLog] = {}
-        self._cache: OrderedDict[tuple[str, str], object] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str], tuple[object, int]] = OrderedDict()
+        self._cached_nbytes = 0
         self._lock = threading.Lock()
 
-    def _cached(self, kind: str, sha256: str, read: Callable[[], T]) -> T:
+    def _cached(self, kind: str, sha256: str, read: Callable[[], T], nbytes_of: Callable[[T], int]) -> T:
+        """Return what `read` returns, kept while it is among the last ``CACHE_NBYTES`` that were used."""
         with self._lock:
             if (kind, sha256) in self._cache:
                 self._cache.move_to_end((kind, sha256))
-                return self._cache[kind, sha256]  # type: ignore[return-value]
+                return self._cache[kind, sha256][0]  # type: ignore[return-value]
         value = read()
+        nbytes = nbytes_of(value)
         with self._lock:
-            self._cache[kind, sha256] = value
-            while len(self._cache) > _N_CACHED:
-                self._cache.popitem(last=False)
+            if (kind, sha256) not in self._cache:
+                self._cache[kind, sha256] = value, nbytes
+                self._cached_nbytes += nbytes
+            while self._cached_nbytes > CACHE_NBYTES and len(self._cache) > 1:
+                self._cached_nbytes -= self._cache.popitem(last=False)[1][1]
         return value
 
     def lines(self) -> list[str]:
@@ -129,7 +136,7 @@ class Catalog:
 
     def layout(self, sha256: str) -> Layout:
         """Return a layout."""
-        return self._cached("layout", sha256, lambda: payload.read_layout(self.objects, sha256))
+        return self._cached("layout", sha256, lambda: payload.read_layout(self.objects, sha256), _layout_nbytes)
 
     def contents(self, located: Located) -> VersionContents:
         """Return a version's contents, checked against its row in the log."""
@@ -145,7 +152,13 @@ class Catalog:
                 )
             return payload.read_contents(self.objects, manifest, self.layout(row.layout), self.document.chunk_elements)
 
-        return self._cached("contents", row.manifest.sha256, read)
+        return self._cached("contents", row.manifest.sha256, read, _contents_nbytes)
+
+    def contents_of(self, versions: Sequence[Located]) -> list[VersionContents]:
+        """Return the contents of several versions, read side by side."""
+        if len(versions) < 2 or self.objects.is_local:
+            return [self.contents(located) for located in versions]
+        return list(map_bounded(self.contents, versions, n_parallel=_N_READERS))
 
     def tables(self, located: Located) -> dict[str, Table]:
         """Return the digest tables of a version."""
@@ -171,7 +184,7 @@ class Catalog:
 
 
 class LazyStates(Sequence[VersionContents]):
-    """The contents of a chain of versions, each read when it is asked for."""
+    """The contents of a chain of versions, each read when it is asked for, those of a slice side by side."""
 
     def __init__(self, catalog: Catalog, chain: Sequence[Located]) -> None:
         self.chain = tuple(chain)
@@ -186,5 +199,17 @@ class LazyStates(Sequence[VersionContents]):
     def __getitem__(self, index: slice) -> Sequence[VersionContents]: ...
     def __getitem__(self, index: int | slice) -> VersionContents | Sequence[VersionContents]:
         if isinstance(index, slice):
-            return [self._catalog.contents(item) for item in self.chain[index]]
+            return self._catalog.contents_of(self.chain[index])
         return self._catalog.contents(self.chain[index])
+
+
+def _layout_nbytes(layout: Layout) -> int:
+    """Return about how much memory a layout takes."""
+    return 1024 * (1 + len(layout.tensors))
+
+
+def _contents_nbytes(contents: VersionContents) -> int:
+    """Return about how much memory the contents of a version take, without the layout."""
+    n_rows = sum(len(rows) for rows in contents.touched.values())
+    tables = sum(table.nbytes for table in contents.tables.values())
+    return 8192 + tables + 256 * n_rows + 1024 * (len(contents.partitions) + len(contents.manifest.files))

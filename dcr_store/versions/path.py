@@ -5,7 +5,7 @@ An edge ``i`` leads from state i-1 to state i (edge 0 from zero); where it is ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,6 +16,7 @@ from dcr_store.payload.version import SealedPartition, VersionContents
 
 ZERO: Final = -1
 UNKNOWN: Final = -2
+_N_TOGETHER: Final = 16
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,17 @@ class Path:
     def all_chunks(self) -> dict[str, int]:
         """Return the number of chunks of each space."""
         return {space: self.n_chunks(space) for space in SPACES}
+
+    def each(self, states: Sequence[int]) -> Iterator[tuple[int, VersionContents]]:
+        """Iterate over states by index and contents, asking for some at once where they are consecutive."""
+        for first in range(0, len(states), _N_TOGETHER):
+            part = states[first : first + _N_TOGETHER]
+            low, high = min(part), max(part)
+            if high - low < len(part):
+                together = self.states[low : high + 1]
+                yield from ((index, together[index - low]) for index in part)
+            else:
+                yield from ((index, self.states[index]) for index in part)
 
     def digest(self, space: str, chunk: int, state: int) -> int:
         """Return a chunk's digest in a state (``ZERO`` or an index)."""

@@ -7,8 +7,7 @@ earlier run got. Refuses to write bits that miss the table: then the stored vers
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -26,11 +25,15 @@ from dcr_store.payload.version import SealedPartition, Table, fetch
 from dcr_store.ports import ObjectStore, Target
 from dcr_store.versions.path import UNKNOWN, ZERO, Path
 from dcr_store.versions.prefetch import Fetch, Prefetch
+from dcr_store.versions.workers import n_workers as n_workers
+from dcr_store.versions.workers import scratch, worker_pool
 
 GROUP_NBYTES: Final = 96 << 20
 _N_FETCHERS: Final = 8
+_N_TOGETHER: Final = 16
 
 Places = Mapping[str, NDArray[np.int64]]
+Parsed = Mapping[str, Mapping[int, memoryview]]
 
 
 @dataclass(slots=True)
@@ -58,16 +61,20 @@ def digests(target: Target, n_chunks: Mapping[str, int], chunk_elements: int) ->
     total = sum(n_chunks[space] * chunk_elements * width(space) for space in SPACES)
     done = 0
 
-    def one(place: tuple[str, int]) -> int:
-        space, chunk = place
-        scratch = _scratch(space, chunk_elements)
-        target.read_chunk(space, chunk, scratch)
-        result[space][chunk] = crc64(scratch)
-        return scratch.nbytes
+    def some(space: str, first: int) -> int:
+        last = min(first + _N_TOGETHER, n_chunks[space])
+        bits = scratch(space, chunk_elements)
+        for chunk in range(first, last):
+            target.read_chunk(space, chunk, bits)
+            result[space][chunk] = crc64(bits)
+        return (last - first) * bits.nbytes
 
-    with ThreadPoolExecutor(n_workers()) as pool:
-        for nbytes in pool.map(one, [(space, chunk) for space in SPACES for chunk in range(n_chunks[space])]):
-            done += nbytes
+    with worker_pool() as pool:
+        tasks = [
+            pool.submit(some, space, first) for space in SPACES for first in range(0, n_chunks[space], _N_TOGETHER)
+        ]
+        for task in tasks:
+            done += task.result()
             events.progress("compare", done, total)
     return result
 
@@ -83,17 +90,16 @@ def classify(path: Path, found: Mapping[str, Table], candidates: Iterable[int]) 
         States to look for besides ``ZERO`` and the goal. Where several fit, the goal wins, then the last of these. A
         state newer than the goal counts only where the way back is masks alone.
     """
-    order = [ZERO, *candidates, path.goal]
-    result: dict[str, NDArray[np.int64]] = {}
-    for space in SPACES:
-        places = np.full(path.n_chunks(space), UNKNOWN, np.int64)
-        for state in order:
-            table = path.states[state].tables[space] if state >= 0 else path.digest(space, 0, ZERO)
-            places[found[space] == np.uint64(table) if state < 0 else found[space] == table] = state
+    result = {space: np.full(path.n_chunks(space), UNKNOWN, np.int64) for space in SPACES}
+    for space, places in result.items():
+        places[found[space] == np.uint64(path.digest(space, 0, ZERO))] = ZERO
+    for state, contents in path.each([*candidates, path.goal]):
+        for space, places in result.items():
+            places[found[space] == contents.tables[space]] = state
+    for space, places in result.items():
         for chunk in np.flatnonzero(places > path.goal).tolist():
             if not path.reversible(space, chunk, int(places[chunk])):
                 places[chunk] = UNKNOWN
-        result[space] = places
     return result
 
 
@@ -124,14 +130,14 @@ def replay(
     jobs = [job for space in SPACES for job in _jobs(path, space, places[space])]
     read = fetcher or (lambda item: fetch(objects, item.ref))
     total, done = sum(len(job.chunks) for job in jobs) * path.chunk_elements, 0
-    with ThreadPoolExecutor(_N_FETCHERS) as fetchers, ThreadPoolExecutor(n_workers()) as workers:
+    with ThreadPoolExecutor(_N_FETCHERS) as fetchers, worker_pool() as workers:
         queue = Prefetch(fetchers, read, [item for job in jobs for group in job.groups for item in group.items])
         try:
             for job in jobs:
                 for group in job.groups:
                     data = queue.take(group.items)
                     outcome.nbytes_fetched += sum(len(blob) for blob in data)
-                    parsed = [(item, item.parse(blob)) for item, blob in zip(group.items, data, strict=True)]
+                    parsed = {item.key: item.parse(blob) for item, blob in zip(group.items, data, strict=True)}
                     tasks = [workers.submit(_advance, path, target, job, group, chunk, parsed) for chunk in job.chunks]
                     for task in tasks:
                         outcome.chunks_written += task.result()
@@ -168,11 +174,12 @@ def _jobs(path: Path, space: str, places: NDArray[np.int64]) -> Iterator[_Job]:
     work = np.flatnonzero(places != path.goal)
     if len(work) == 0:
         return
-    ahead = (
-        path.steps(int(places[work].max())) if places[work].max() > path.goal else path.steps(int(places[work].min()))
-    )
+    ahead = path.steps(_farthest(path, places[work].tolist()))
     lengths = [
-        i.n_chunks for step in ahead for i in path.states[step].partitions if i.array.array.startswith(f"{space}/")
+        item.n_chunks
+        for _, edge in path.each(ahead)
+        for item in edge.partitions
+        if item.array.array.startswith(f"{space}/")
     ]
     n_range = max(lengths, default=1)
     for first in sorted({int(chunk) // n_range for chunk in work}):
@@ -184,24 +191,31 @@ def _jobs(path: Path, space: str, places: NDArray[np.int64]) -> Iterator[_Job]:
                 yield _Job(space, chosen, starts, tuple(_groups(path, space, starts)))
 
 
+def _farthest(path: Path, states: Iterable[int]) -> int:
+    """Return the state that is farthest from the goal, on the newer side if any is there."""
+    low, high = min(states), max(states)
+    return high if high > path.goal else low
+
+
 def _groups(path: Path, space: str, starts: Mapping[int, int]) -> Iterator[_Group]:
-    farthest = max(starts.values()) if max(starts.values()) > path.goal else min(starts.values())
+    ahead = {chunk: path.steps(state) for chunk, state in starts.items()}
     steps: list[int] = []
     items: dict[str, SealedPartition] = {}
-    first = True
-    for step in path.steps(farthest):
+    nbytes, first = 0, True
+    for step in path.steps(_farthest(path, starts.values())):
         found = {
             item.key: item
-            for chunk, state in starts.items()
-            if step in path.steps(state)
+            for chunk, way in ahead.items()
+            if step in way
             for item in path.partitions(step, space, chunk)
         }
-        nbytes = sum(item.partition.nbytes for item in (*items.values(), *found.values()))
-        if steps and nbytes > GROUP_NBYTES:
+        added = sum(item.partition.nbytes for item in found.values())
+        if steps and nbytes + added > GROUP_NBYTES:
             yield _Group(tuple(steps), tuple(items.values()), first)
-            steps, items, first = [], {}, False
+            steps, items, nbytes, first = [], {}, 0, False
         steps.append(step)
         items.update(found)
+        nbytes += added
     yield _Group(tuple(steps), tuple(items.values()), first)
 
 
@@ -211,26 +225,27 @@ def _advance(
     job: _Job,
     group: _Group,
     chunk: int,
-    parsed: Sequence[tuple[SealedPartition, Mapping[int, memoryview]]],
+    parsed: Parsed,
 ) -> int:
     """Apply one group's steps to one chunk; return how many chunks were written (0 or 1)."""
     state = job.places[chunk]
-    steps = [step for step in group.steps if step in path.steps(state)]
+    way = path.steps(state)
+    steps = [step for step in group.steps if step in way]
     from_nothing = state < 0 and group.is_first
     if not steps and not from_nothing:
         return 0
-    scratch = _scratch(job.space, path.chunk_elements)
+    bits = scratch(job.space, path.chunk_elements)
     if from_nothing:
-        scratch.fill(0)
+        bits.fill(0)
     else:
-        target.read_chunk(job.space, chunk, scratch)
+        target.read_chunk(job.space, chunk, bits)
     touched = False
     for step in steps:
-        touched |= _apply_step(path, step, job.space, chunk, parsed, scratch)
+        touched |= _apply_step(path, step, job.space, chunk, parsed, bits)
     if not touched and state != UNKNOWN:
         return 0
     after = path.after(state, steps[-1]) if steps else path.goal
-    expected, found = path.digest(job.space, chunk, after), crc64(scratch)
+    expected, found = path.digest(job.space, chunk, after), crc64(bits)
     if expected != found:
         raise IntegrityError(
             f"the stored version is defective in chunk {chunk} of {job.space}: verified objects do not give the "
@@ -240,22 +255,17 @@ def _advance(
             found=f"{found:016x}",
         )
     events.reached("replay.chunk.before", f"{job.space} {chunk}")
-    target.write_chunk(job.space, chunk, scratch)
+    target.write_chunk(job.space, chunk, bits)
     events.reached("replay.chunk.written", f"{job.space} {chunk}")
     return 1
 
 
 def _apply_step(
-    path: Path,
-    step: int,
-    space: str,
-    chunk: int,
-    parsed: Sequence[tuple[SealedPartition, Mapping[int, memoryview]]],
-    bits: NDArray[np.unsignedinteger],
+    path: Path, step: int, space: str, chunk: int, parsed: Parsed, bits: NDArray[np.unsignedinteger]
 ) -> bool:
     """Apply one version's chunk, of all writers, to `bits` in place: masks first, then overwrites."""
-    mine = {item.key for item in path.partitions(step, space, chunk)}
-    found = [(item, chunks[chunk]) for item, chunks in parsed if item.key in mine and chunk in chunks]
+    mine = path.partitions(step, space, chunk)
+    found = [(item, parsed[item.key][chunk]) for item in mine if chunk in parsed[item.key]]
     overwrites: dict[str, dict[str, NDArray[np.unsignedinteger]]] = {}
     for item, data in found:
         codec, kind = get_codec(item.array.codec), item.array.array.partition("/")[2]
@@ -273,12 +283,3 @@ def _apply_step(
             present = arrays["present"] != 0
             bits[present] = arrays["value"][present] if "value" in arrays else 0
     return bool(found)
-
-
-def n_workers() -> int:
-    """Return the number of threads for work at memory speed."""
-    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
-def _scratch(space: str, chunk_elements: int) -> NDArray[np.unsignedinteger]:
-    return np.empty(chunk_elements, uint_dtype(space))

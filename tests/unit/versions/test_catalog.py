@@ -12,6 +12,7 @@ from watched import Watched
 import dcr_store
 from dcr_store.errors import IntegrityError, InvalidInputError, NotFoundError
 from dcr_store.store import Store
+from dcr_store.versions import catalog as catalog_module
 from dcr_store.versions.catalog import Catalog, LazyStates
 from dcr_store.versions.route import route
 
@@ -200,9 +201,11 @@ def test_a_manifest_that_is_not_that_of_its_commit(store: Store) -> None:
     assert caught.value.key == one.row.manifest.key
 
 
-def test_the_cache_is_bounded(store: Store) -> None:
+def test_the_cache_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "CACHE_NBYTES", 1 << 18)
     publish(store, "main", *range(80))
     found = catalog(store)
     for number in range(80):
         found.contents(found.resolve(f"main@{number}"))
-    assert len(found._cache) <= 64
+    assert found._cached_nbytes <= catalog_module.CACHE_NBYTES
+    assert len(found._cache) < 80
