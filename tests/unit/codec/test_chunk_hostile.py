@@ -167,6 +167,13 @@ def test_refused(what: str, engine: str) -> None:
     refuse(data, np.uint16, N, reason)
 
 
+def test_bits_of_a_bitmap_past_the_end(engine: str) -> None:
+    for octets in (b"\x01" + bytes(6) + b"\x10", bytes(7) + b"\x30"):
+        refuse(header(BITMAP, 2, 60) + leb128(2) + stream(octets) + LOW + HIGH, np.uint16, 60, "unused bits")
+    last = header(BITMAP, 2, 60) + leb128(2) + stream(bytes(7) + b"\x0c") + LOW + HIGH
+    assert chunk.decode_sparse(last, np.uint16, 60)[0].tolist() == [58, 59]
+
+
 def test_the_frame_that_lies_does() -> None:
     assert LIAR[5] == 64
     with pytest.raises(RuntimeError):

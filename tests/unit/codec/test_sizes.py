@@ -79,3 +79,17 @@ def test_anchors(bits: np.ndarray[Any, Any]) -> None:
     split = sum(len(bench.ZSTD.encode(np.ascontiguousarray(bits.view(np.uint8)[j::width]))) for j in range(width))
     assert own <= 1.01 * split
     assert own <= bits.nbytes + 64
+
+
+def test_rotated_planes_are_smaller() -> None:
+    zeros = np.where(RNG.random(len(BASE)) < 0.4, 0, BASE).astype(np.uint16)
+    for bits, limit in ((BASE, 0.66), (zeros, 0.46)):
+        assert sum(len(chunk.encode(part)) for part in bench.chunks(bits)) <= limit * bits.nbytes
+
+
+def test_value_mode_follows_the_values() -> None:
+    positions = np.flatnonzero(RNG.random(bench.CHUNK) < 0.05).astype(np.uint32)
+    for share_coded, mode in ((0.0, 0), (0.3, 0), (0.7, 1), (1.0, 1)):
+        coded = RNG.random(len(positions)) < share_coded
+        masks = np.where(coded, RNG.choice([1, 3, 7], len(coded)), RNG.integers(8, 1 << 16, len(coded)))
+        assert chunk.encode_sparse(positions, masks.astype(np.uint16), bench.CHUNK)[3] == mode
