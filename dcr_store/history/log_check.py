@@ -6,7 +6,9 @@ backwards is wrong, it is itself.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Final
 
 from dcr_store.errors import DcrError
 from dcr_store.format import canonical
@@ -16,6 +18,9 @@ from dcr_store.history.report import Problem
 from dcr_store.log import checkpoints, fold
 from dcr_store.log.fold import LineState, VersionRow
 from dcr_store.versions.catalog import Catalog
+
+_MAX_HOLE: Final = 1000
+_N_READERS: Final = 16
 
 
 @dataclass(slots=True)
@@ -31,24 +36,53 @@ def check_log(catalog: Catalog, line: str) -> LogCheck:
     """Read and check everything below ``log/<line>/``."""
     result = LogCheck()
     listed = catalog.objects.list(f"log/{line}/")
-    seqs = [int(name) for key in listed if (name := _number(key, f"log/{line}/")) is not None]
     hint = checkpoints.read_hint(catalog.objects, line)
-    length = max([seq + 1 for seq in seqs] + [0 if hint is None else hint.length])
-    blobs: list[bytes | None] = []
-    for seq in range(length):
-        key = record_key(line, seq)
-        try:
-            blobs.append(catalog.objects.get(key))
-            result.sizes[key] = listed.get(key, 0)
-        except DcrError:
-            blobs.append(None)
-            message = "the log record is missing; restore it from a copy of the store"
-            result.problems.append(Problem(key, message, f"{length} records", "nothing"))
-    attested = hint.last_sha256 if hint is not None and hint.length == length else None
+    blobs = _read(catalog, line, listed, hint, result)
+    attested = hint.last_sha256 if hint is not None and hint.length == len(blobs) else None
     records = _parse(line, blobs, result)
-    _check_chain(catalog, line, blobs, records, attested, result)
-    _check_derived(catalog, line, listed, hint, bool(result.rows), result)
+    states = _check_chain(catalog, line, blobs, records, attested, listed, result)
+    _check_derived(catalog, line, listed, hint, states, result)
     return result
+
+
+def _read(
+    catalog: Catalog, line: str, listed: dict[str, int], hint: checkpoints.Hint | None, result: LogCheck
+) -> list[bytes | None]:
+    """Return the records by number, None where one is missing; name those, and what lies far beyond the end."""
+    seqs = sorted(seq for key in listed if (seq := _number(key, f"log/{line}/")) is not None)
+    length = 0
+    for seq in seqs:
+        if seq - length > _MAX_HOLE:
+            key = record_key(line, seq)
+            result.sizes[key] = listed[key]
+            message = "the log record lies beyond the end of the log, where nothing reads it; move it away"
+            result.problems.append(Problem(key, message, f"at most number {length}", f"number {seq}"))
+        else:
+            length = seq + 1
+    if hint is not None and hint.length > length + _MAX_HOLE:
+        message = "the log records from here on are missing; restore them from a copy of the store"
+        result.problems.append(Problem(record_key(line, length), message, f"{hint.length} records", f"{length}"))
+    elif hint is not None:
+        length = max(length, hint.length)
+
+    def get(seq: int) -> bytes | None:
+        try:
+            return catalog.objects.get(record_key(line, seq))
+        except DcrError:
+            return None
+
+    with ThreadPoolExecutor(_N_READERS) as pool:
+        blobs = list(pool.map(get, range(length)))
+    while (data := get(len(blobs))) is not None:  # a listing may lag
+        blobs.append(data)
+    for seq, blob in enumerate(blobs):
+        key = record_key(line, seq)
+        if blob is None:
+            message = "the log record is missing; restore it from a copy of the store"
+            result.problems.append(Problem(key, message, f"{len(blobs)} records", "nothing"))
+        else:
+            result.sizes[key] = len(blob)
+    return blobs
 
 
 def _number(key: str, prefix: str) -> int | None:
@@ -75,9 +109,11 @@ def _check_chain(
     blobs: list[bytes | None],
     records: list[Record | None],
     attested: str | None,
+    listed: dict[str, int],
     result: LogCheck,
-) -> None:
-    """Fold what can be folded, blame breaks, and collect the versions."""
+) -> dict[int, LineState]:
+    """Fold what can be folded, blame breaks, and collect the versions; return the states at checkpoints."""
+    states: dict[int, LineState] = {}
     found = [None if data is None else canonical.sha256(data) for data in blobs]
     claims = [record.prev if record is not None else None for record in records[1:]] + [attested]
     state = LineState(line, 0, catalog.store_sha256)
@@ -97,6 +133,8 @@ def _check_chain(
         try:
             if whole:
                 state = fold.apply(state, record, data)
+                if checkpoint_key(line, state.length) in listed and not result.problems:
+                    states[state.length] = state
         except DcrError as error:
             previous = record_key(line, seq - 1)
             if not any(problem.key in (previous, record_key(line, seq)) for problem in result.problems):
@@ -105,6 +143,7 @@ def _check_chain(
     result.rows.extend(state.rows)
     if not whole:
         result.rows.extend(_rows_beyond(catalog, line, len(state.rows)))
+    return states
 
 
 def _rows_beyond(catalog: Catalog, line: str, n_known: int) -> list[VersionRow]:
@@ -122,17 +161,17 @@ def _check_derived(
     line: str,
     listed: dict[str, int],
     hint: checkpoints.Hint | None,
-    has_versions: bool,
+    states: dict[int, LineState],
     result: LogCheck,
 ) -> None:
-    """Check hint and checkpoints: they are derived, but a damaged one costs time."""
+    """Check hint and checkpoints: they are derived, but a damaged one costs time, and readers believe a whole one."""
     key = hint_key(line)
     if hint is not None:
         result.sizes[key] = listed.get(key, 0)
         if hint.checkpoint is not None and checkpoint_key(line, hint.checkpoint) not in listed:
             message = "the newest log checkpoint is missing; the next publisher writes another"
             result.problems.append(Problem(checkpoint_key(line, hint.checkpoint), message, "a checkpoint", "nothing"))
-    elif has_versions:
+    elif result.rows:
         found = "nothing" if key not in listed else "a damaged document"
         result.problems.append(
             Problem(key, "the log's hint cannot be used; the next publish renews it", "a hint", found)
@@ -144,6 +183,20 @@ def _check_derived(
         if key.startswith(prefix):
             result.sizes[key] = nbytes
             seq = _number(key, prefix)
-            if seq is None or checkpoints.read_checkpoint(catalog.objects, line, seq, catalog.store_sha256) is None:
+            if seq is None or not _is_checkpoint(catalog, line, seq, states.get(seq)):
                 message = "the log checkpoint cannot be used; delete it, it is derived"
                 result.problems.append(Problem(key, message, "a checkpoint of this log", "something else"))
+
+
+def _is_checkpoint(catalog: Catalog, line: str, seq: int, expected: LineState | None) -> bool:
+    """Whether a checkpoint can be read and, where that is known, is the fold of the records before it."""
+    found = checkpoints.read_checkpoint(catalog.objects, line, seq, catalog.store_sha256)
+    rows = checkpoints.read_rows(catalog.objects, line, seq, catalog.store_sha256)
+    if found is None or rows is None or expected is None:
+        return found is not None
+    told = (found.length, found.last_sha256, found.head, found.open)
+    if told != (expected.length, expected.last_sha256, expected.head, expected.open):
+        return False
+    earlier = [segment for segment in found.segments if segment < seq]
+    n_before = sum(row.seq < earlier[-1] for row in expected.rows) if earlier else 0
+    return rows == expected.rows[n_before:]
