@@ -95,22 +95,28 @@ class Baseline:
             located.row.layout,
         )
         fresh = not usable
-        if fresh:
-            self._empty()
+        with self._translated():
+            if fresh:
+                self._empty()
+            try:
+                self._files = SpaceFiles(self.directory, contents.layout, self.chunk_elements, create=fresh)
+            except DcrError:
+                fresh = True
+                self._empty()
+                self._files = SpaceFiles(self.directory, contents.layout, self.chunk_elements, create=True)
+            if fresh or state.get("root") != located.row.root:
+                self._rebuild(located, fresh, state.get("version"))
+                self._write_state(located)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
         try:
-            self._files = SpaceFiles(self.directory, contents.layout, self.chunk_elements, create=fresh)
-        except DcrError:
-            fresh = True
-            self._empty()
-            self._files = SpaceFiles(self.directory, contents.layout, self.chunk_elements, create=True)
+            yield
         except OSError as error:
             raise StorageError(
-                f"the baseline cannot be made: {error.strerror}; name a directory with more space (--baseline)",
-                key=str(self.directory),
+                f"the baseline cannot be kept: {error.strerror}; free space, or name another directory (--baseline)",
+                key=str(error.filename or self.directory),
             ) from error
-        if fresh or state.get("root") != located.row.root:
-            self._rebuild(located, fresh, state.get("version"))
-            self._write_state(located)
 
     def _empty(self) -> None:
         """Remove the files, so that new ones hold zeros."""
@@ -186,21 +192,23 @@ class Baseline:
 
     def stage(self, space: str, chunk: int, bits: Bits) -> None:
         """Keep a chunk of an anchor that is being written, beside the present baseline."""
-        with self._healing:
-            if space not in self._staged:
-                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-                self._staged[space] = os.open(self.directory / f"next-{space}.bin", flags, 0o666)
-        data, offset = bits.view(np.uint8).data, chunk * bits.nbytes
-        while data:
-            n_written = os.pwrite(self._staged[space], data, offset)
-            data, offset = data[n_written:], offset + n_written
+        with self._translated():
+            with self._healing:
+                if space not in self._staged:
+                    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+                    self._staged[space] = os.open(self.directory / f"next-{space}.bin", flags, 0o666)
+            data, offset = bits.view(np.uint8).data, chunk * bits.nbytes
+            while data:
+                n_written = os.pwrite(self._staged[space], data, offset)
+                data, offset = data[n_written:], offset + n_written
         events.reached("baseline.chunk.staged", f"{space} {chunk}")
 
     def staged(self, space: str, chunk: int, out: Bits) -> None:
         """Copy a staged chunk to `out`."""
         data, offset = out.view(np.uint8).data, chunk * out.nbytes
         while data:
-            n_read = os.preadv(self._staged[space], [data], offset)
+            with self._translated():
+                n_read = os.preadv(self._staged[space], [data], offset)
             if n_read == 0:
                 raise StorageError("a staged chunk is gone", key=str(self.directory))
             data, offset = data[n_read:], offset + n_read
@@ -222,10 +230,11 @@ class Baseline:
 
     def drop_staging(self) -> None:
         """Forget what was staged."""
-        for space, descriptor in self._staged.items():
-            os.close(descriptor)
-            (self.directory / f"next-{space}.bin").unlink(missing_ok=True)
-        self._staged.clear()
+        while self._staged:
+            space, descriptor = self._staged.popitem()
+            with contextlib.suppress(OSError):  # the next one to stage truncates it
+                os.close(descriptor)
+                (self.directory / f"next-{space}.bin").unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _keeping(self, located: Located) -> Iterator[None]:

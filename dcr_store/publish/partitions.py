@@ -7,17 +7,18 @@ is recognised by its SHA-256 and not uploaded again.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from tempfile import SpooledTemporaryFile
+from tempfile import SpooledTemporaryFile, gettempdir
 from typing import Final
 
 from dcr_store import events
-from dcr_store.errors import FormatError, NotFoundError
+from dcr_store.errors import FormatError, NotFoundError, StorageError
 from dcr_store.format.documents import SPACES, Array, JournalEntry, ObjectRef, Partition, Seal, SealRef
 from dcr_store.format.names import TransactionKeys
 from dcr_store.layout.dtypes import width
@@ -44,14 +45,14 @@ class ChunkSpool:
 
     def __init__(self) -> None:
         self._file = SpooledTemporaryFile(max_size=SPOOL_NBYTES)  # noqa: SIM115 - lives as long as the writer
-        weakref.finalize(self, self._file.close)  # also of a transaction that was dropped
+        weakref.finalize(self, _close, self._file)  # also of a transaction that was dropped
         self._places: dict[tuple[str, int], tuple[int, int]] = {}
         self._end = 0
         self._lock = threading.Lock()
 
     def put(self, space: str, chunk: int, data: bytes) -> None:
         """Keep a chunk."""
-        with self._lock:
+        with self._lock, _translated():
             self._file.seek(self._end)
             self._file.write(data)
             self._places[space, chunk] = (self._end, len(data))
@@ -62,7 +63,7 @@ class ChunkSpool:
         place = self._places.get((space, chunk))
         if place is None:
             return None
-        with self._lock:
+        with self._lock, _translated():
             self._file.seek(place[0])
             return self._file.read(place[1])
 
@@ -72,8 +73,23 @@ class ChunkSpool:
 
     def close(self) -> None:
         """Drop all."""
-        self._file.close()
+        _close(self._file)
         self._places.clear()
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"encoded chunks cannot be kept: {error.strerror}; free space there, or set TMPDIR", key=gettempdir()
+        ) from error
+
+
+def _close(file: SpooledTemporaryFile[bytes]) -> None:
+    with contextlib.suppress(OSError):  # of bytes that a full disk did not take, and that nobody wants
+        file.close()
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ header a crash has torn.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -81,9 +82,17 @@ def clear_own(root: Path) -> None:
 
 def _others(root: Path, goal: Structure) -> set[str]:
     """Return the relative paths of all regular files in a directory but those of `goal`."""
-    found = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
-    relative = (path.relative_to(root) for path in found)
-    return {path.as_posix() for path in relative if path.parts[0] != OWN_DIRECTORY} - set(goal.paths())
+    found = set()
+    for parent, directories, files in os.walk(root, onerror=_refuse):
+        place = Path(parent).relative_to(root)
+        if place == Path():
+            directories[:] = [name for name in directories if name != OWN_DIRECTORY]
+        found |= {(place / name).as_posix() for name in files if not (root / place / name).is_symlink()}
+    return found - set(goal.paths())
+
+
+def _refuse(error: OSError) -> None:
+    raise StorageError(f"cannot be listed: {error.strerror}", key=str(error.filename)) from error
 
 
 def _files_of(catalog: Catalog, located: Located) -> Iterator[_Left]:

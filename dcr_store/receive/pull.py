@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dcr_store import events
-from dcr_store.errors import ConflictError, DcrError, InvalidInputError, StorageError
+from dcr_store.errors import ConflictError, DcrError, InvalidInputError, NotFoundError, StorageError
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import uint_dtype
 from dcr_store.payload.version import Table, VersionContents, root_of
@@ -168,15 +168,17 @@ def _examine(
             )
         marker = Unreadable("of another store")
     if isinstance(marker, Marker):
-        named = (marker.target,) if marker.state == "clean" else (marker.base, marker.target)
-        names = [name for name in named if name is not None]
-        held = tuple(item for item in (_find(catalog, name) for name in names) if item is not None)
-        previous = marker.target if marker.state == "clean" else marker.base
-        abandoned = next((item for item in held if item.name == marker.target != goal.name), None)
+        target = _find(catalog, marker.target, marker.root)
         if marker.state == "clean":
-            abandoned = None
-        is_lost = len(held) < len(set(names))
-        return _Situation(not entries, held, previous, is_lost, is_lost, abandoned)
+            base, abandoned = target, None
+        else:
+            base = None if marker.base is None else _find(catalog, marker.base, marker.base_root)
+            abandoned = target if marker.target != goal.name else None
+        named = (target,) if marker.state == "clean" else (base, target)
+        held = tuple(item for item in named if item is not None)
+        # A version that the store does not have, or not with this root: its history is not the one that was pulled.
+        is_lost = target is None or (marker.base is not None and base is None)
+        return _Situation(not entries, held, None if base is None else base.name, is_lost, is_lost, abandoned)
     if not entries:
         return _Situation(True, (), None)
     is_lost = is_ours or isinstance(marker, Unreadable)
@@ -197,11 +199,13 @@ def _examine(
     return _Situation(False, (), None, everything=force)
 
 
-def _find(catalog: Catalog, name: str) -> Located | None:
+def _find(catalog: Catalog, name: str, root: str | None) -> Located | None:
+    """Return the version of that name if it is the one with that root: another history may have taken its number."""
     try:
-        return catalog.resolve(name)
-    except DcrError:
+        found = catalog.resolve(name)
+    except (NotFoundError, InvalidInputError):
         return None
+    return found if root in (None, found.row.root) else None
 
 
 def identify(catalog: Catalog, root: Path) -> Located | None:
@@ -232,9 +236,7 @@ def identify(catalog: Catalog, root: Path) -> Located | None:
 def _bring(
     catalog: Catalog, goal: Located, contents: VersionContents, files: Structure, root: Path, situation: _Situation
 ) -> Outcome:
-    held = next((item for item in situation.held if item.row.root == goal.row.root), None) or next(
-        iter(situation.held), None
-    )
+    held = next((item for item in situation.held if item.name == situation.previous), None)
     old = [structure.structure_of(catalog.objects, catalog.contents(item)) for item in situation.held]
     if situation.abandoned is not None:
         # The marker can name one way only: files of the way that is given up go before it is forgotten.
