@@ -44,6 +44,7 @@ from dcr_store.layout.tensors import to_array
 from dcr_store.publish.state import encode_delta
 from dcr_store.targets.checkpoint import open_checkpoint
 from dcr_store.targets.safetensors_file import make_header
+from dcr_store.versions.workers import scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -159,13 +160,18 @@ class Stages:
         def copy(i: int) -> None:
             np.copyto(bits[i], base[i])
 
-        def encode(i: int) -> bytes | None:
-            return encode_delta(DELTA, "u16", i, base[i], crc64(base[i]), new[i]).data
+        def encode(i: int) -> bytes:
+            private = scratch("u16", CHUNK)  # as publish does: the caller's memory may change
+            np.copyto(private, new[i])
+            found = encode_delta(DELTA, "u16", i, base[i], digests[i][0], private)
+            if found is None:
+                raise SystemExit(f"chunk {i} is wrong")
+            return found.data or b""
 
         for n_threads in n_threads_tried:
             self.memcpy[n_threads] = self.best(copy, n, nbytes, n_threads)
             self.row("memcpy", "", n_threads, self.memcpy[n_threads])
-        encoded = [encode(i) or b"" for i in range(n)]
+        encoded = [encode(i) for i in range(n)]
         for engine in ("numpy", "numba"):
             if importlib.util.find_spec(engine) is None:
                 continue

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from dcr_store import events
-from dcr_store.errors import FormatError, IntegrityError, NotFoundError, OutcomeUnknownError, StorageError
+from dcr_store.errors import DcrError, FormatError, IntegrityError, NotFoundError, OutcomeUnknownError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.names import checkpoint_key, record_key
 from dcr_store.format.records import Begin, Commit, Record, parse_record
@@ -250,13 +250,20 @@ class LineLog:
             The put got no answer; the next append first finds out what became of it.
         """
         with self._lock:
-            self._resolve()
             return self._append(decide)
 
     def _append(self, decide: Callable[[LineState], Record]) -> Record:
+        # What is known is tried first: if the log has gone on, the number is taken, which costs one request.
+        is_fresh = self._resolve() or not self._opened
+        state = self._refresh() if is_fresh else self.state
         while True:
-            state = self._refresh()
-            record = decide(state)
+            try:
+                record = decide(state)
+            except DcrError:
+                if is_fresh:
+                    raise
+                state, is_fresh = self._refresh(), True  # refused for what may be over by now
+                continue
             data = record.to_bytes()
             key = record_key(self.line, state.length)
             # Parsed again: a record that no reader accepts would be the end of the line.
@@ -268,6 +275,7 @@ class LineLog:
                 events.reached(f"log.{record.kind}.after", key)
                 self._note(record)
                 return record
+            state, is_fresh = self._refresh(), True
 
     def _put(self, key: str, data: bytes) -> bool:
         try:
@@ -276,11 +284,14 @@ class LineLog:
             self._unresolved = (key, data)
             raise
 
-    def _resolve(self) -> None:
-        if self._unresolved is not None:
-            key, data = self._unresolved
-            self.objects.put_if_absent(key, data)
-            self._unresolved = None
+    def _resolve(self) -> bool:
+        """Find out what became of a put without an answer; return whether there was one."""
+        if self._unresolved is None:
+            return False
+        key, data = self._unresolved
+        self.objects.put_if_absent(key, data)
+        self._unresolved = None
+        return True
 
     def _note(self, record: Record) -> None:
         """Write hint and checkpoint. They only save time, so a failing backend is no error here."""

@@ -15,8 +15,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,12 +29,14 @@ from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES, Base
 from dcr_store.layout.dtypes import Bits, width
 from dcr_store.layout.layout import Layout
+from dcr_store.payload.version import Table
 from dcr_store.publish.partitions import ChunkSpool
 from dcr_store.targets.space_file import SpaceFiles
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
-from dcr_store.versions.replay import classify, digests, everywhere, n_workers, replay
+from dcr_store.versions.replay import classify, digests, everywhere, replay
 from dcr_store.versions.route import route
+from dcr_store.versions.workers import n_workers, worker_pool
 
 _STATE: Final = "baseline.json"
 
@@ -58,6 +59,7 @@ class Baseline:
         self._staged: dict[str, int] = {}
         self._files: SpaceFiles | None = None
         self._located: Located | None = None
+        self._tables: Mapping[str, Table] = {}
         self._catalog: Catalog | None = None
         try:
             self.directory = Path(tempfile.mkdtemp(prefix="dcr-baseline-") if directory is None else directory)
@@ -85,7 +87,7 @@ class Baseline:
         """Make this the baseline of a committed version, bringing the files there if they are elsewhere."""
         contents = catalog.contents(located)
         self._catalog, before = catalog, self._located
-        self._located = located
+        self._located, self._tables = located, contents.tables
         if before is not None and before.row.root == located.row.root and self._files is not None:
             return
         state = self._read_state()
@@ -137,6 +139,18 @@ class Baseline:
         replay(self._catalog.objects, way.path, self._files, places)
         events.reached("baseline.rebuilt", located.name)
 
+    def unproven_chunk(self, space: str, chunk: int) -> tuple[Bits, int]:
+        """Return the bits that the files hold for a chunk, and the digest that the base's have.
+
+        Returns
+        -------
+        bits : ndarray of uintN, shape (chunk_elements,)
+            Read-only; mapped memory that somebody else may write.
+        digest : int
+        """
+        assert self._files is not None
+        return self._files.view(space, chunk), int(self._tables[space][chunk])
+
     def base_chunk(self, space: str, chunk: int) -> tuple[Bits, int]:
         """Return a chunk of the base, uintN of shape (chunk_elements,), read-only, and its proven digest.
 
@@ -147,9 +161,7 @@ class Baseline:
         """
         assert self._files is not None
         assert self._located is not None
-        assert self._catalog is not None
-        expected = int(self._catalog.contents(self._located).tables[space][chunk])
-        bits = self._files.view(space, chunk)
+        bits, expected = self.unproven_chunk(space, chunk)
         if crc64(bits) == expected:
             return bits, expected
         with self._healing:
@@ -184,7 +196,7 @@ class Baseline:
                 files.write_chunk(space, chunk, bits)
             events.reached("baseline.chunk.advanced", f"{space} {chunk}")
 
-        with self._keeping(located), ThreadPoolExecutor(n_workers()) as pool:
+        with self._keeping(located), worker_pool() as pool:
             for batch in _batches(spool.places(), 16 * n_workers()):
                 loaded = [(space, chunk, spool.get(space, chunk)) for space, chunk in batch]
                 list(pool.map(lambda item: apply(item[0], item[1], item[2] or b""), loaded))

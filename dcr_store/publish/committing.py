@@ -17,6 +17,7 @@ from dcr_store.format.records import Commit
 from dcr_store.layout.layout import Layout
 from dcr_store.log.fold import LineState, VersionRow
 from dcr_store.log.line import LineLog
+from dcr_store.objects.transfer import map_bounded
 from dcr_store.payload import arrays
 from dcr_store.payload.contributions import Rows
 from dcr_store.payload.version import Table, root_of
@@ -52,7 +53,7 @@ class Proposal:
     ref : ObjectRef
         The manifest's.
     objects : tuple of (str, bytes)
-        Key and content of what goes to the store before the commit, the manifest last.
+        Key and content of what goes to the store before the commit.
     """
 
     manifest: Manifest
@@ -124,10 +125,16 @@ def store_proposal(store: ObjectStore, keys: TransactionKeys, sealed: Sealed, pr
         If a sealed object is not there.
     """
     _check_stored(store, keys, sealed.objects)
-    for key, data in proposal.objects:
+
+    def put(item: tuple[str, bytes]) -> None:
+        key, data = item
         events.reached("publish.proposal.before", key)
         store.put(key, data)
         events.reached("publish.proposal.stored", key)
+
+    # In any order: none of them means anything before the commit.
+    for _ in map_bounded(put, proposal.objects):
+        pass
 
 
 def append_commit(log: LineLog, proposal: Proposal, require_ours: Callable[[LineState], None]) -> VersionRow:

@@ -7,9 +7,10 @@ come from the same bits, whatever happens to the caller's memory meanwhile.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -26,10 +27,11 @@ from dcr_store.layout.layout import Layout, TensorEntry
 from dcr_store.payload.version import Table
 from dcr_store.publish.chunks import ChunkAssembler, ReadInto
 from dcr_store.publish.partitions import ChunkSpool, PartitionWriter
-from dcr_store.versions.replay import n_workers
+from dcr_store.versions.workers import n_workers, scratch, worker_pool
 
 Fill = Callable[[Bits], None]
 _AHEAD: Final = 4
+_N_TRIES: Final = 3
 
 
 class BaseBits(Protocol):
@@ -37,6 +39,9 @@ class BaseBits(Protocol):
 
     def base_chunk(self, space: str, chunk: int) -> tuple[Bits, int]:
         """Return a chunk of the base, proven by its digest, and the digest."""
+
+    def unproven_chunk(self, space: str, chunk: int) -> tuple[Bits, int]:
+        """Return the bits that there are for a chunk, right or wrong, and the digest of the right ones."""
 
 
 class Staging(Protocol):
@@ -69,8 +74,25 @@ class EncodedChunk:
     new: int
 
 
-def encode_delta(codec: Codec, space: str, chunk: int, base: Bits, base_digest: int, new: Bits) -> EncodedChunk:
-    """Compare `new` with `base`, encode the mask, and prove that it decodes to itself.
+def encode_delta(codec: Codec, space: str, chunk: int, base: Bits, base_digest: int, new: Bits) -> EncodedChunk | None:
+    """Compare `new` with `base`, encode the mask, and prove that it leads from the one to the other.
+
+    The encoded mask is applied to `new` and has to give bits of the digest `base_digest`. That proves at once that the
+    chunk decodes to the mask, and that the bits it was compared with, whatever else happens to them, were the base's.
+
+    Parameters
+    ----------
+    base : ndarray of uintN, shape (n,)
+        Read only; need not hold still.
+    base_digest : int
+        What the digest of `base` ought to be.
+    new : ndarray of uintN, shape (n,)
+        Nobody else's; holds the base's bits afterwards.
+
+    Returns
+    -------
+    EncodedChunk or None
+        None if `base` was not what it ought to be; `new` is as it was then.
 
     Raises
     ------
@@ -78,13 +100,18 @@ def encode_delta(codec: Codec, space: str, chunk: int, base: Bits, base_digest: 
         If the encoded chunk does not decode to the mask.
     """
     positions, values = find_changes(base, new)
+    digest = crc64(new)
     if len(positions) == 0:
-        return EncodedChunk(space, chunk, None, 0, base_digest, base_digest)
+        return EncodedChunk(space, chunk, None, 0, digest, digest) if digest == base_digest else None
     data = codec.encode_sparse(positions, values, len(new))
+    codec.apply(data, new)
+    if crc64(new) == base_digest:
+        return EncodedChunk(space, chunk, data, len(positions), base_digest, digest)
+    codec.apply(data, new)
     decoded, decoded_values = codec.decode_sparse(data, new.dtype, len(new))
-    if not (np.array_equal(positions, decoded) and np.array_equal(values, decoded_values)):
+    if not (np.array_equal(positions, decoded) and np.array_equal(values, decoded_values)) or crc64(new) != digest:
         raise _unfaithful(space, chunk)
-    return EncodedChunk(space, chunk, data, len(positions), base_digest, crc64(new))
+    return None
 
 
 def encode_anchor(codec: Codec, space: str, chunk: int, new: Bits) -> EncodedChunk:
@@ -117,22 +144,38 @@ class StateWriter:
         self.n_changed = 0
         self._kept: dict[str, tuple[int, Bits]] = {}
         self.contributions: dict[str, list[tuple[int, int, int, int]]] = {space: [] for space in SPACES}
-        self._pool = ThreadPoolExecutor(n_workers(), "dcr-encode")
+        self._pool = worker_pool("dcr-encode")
         self._waiting: deque[Future[EncodedChunk]] = deque()
+        self._n_ahead = _AHEAD * n_workers()
+        self._n_unread = 0
+        self._was_read = threading.Condition()
         required = None if layout is None else {s: layout.occupied(s, self.chunk_elements) for s in SPACES}
         self._n_chunks = None if required is None else {space: len(table) for space, table in required.items()}
         self._assembler = ChunkAssembler(self.chunk_elements, required, self._emit)
 
     def write(self, entry: TensorEntry, read_into: ReadInto) -> None:
-        """Take one tensor; its source must hold still until the next ``drain``."""
+        """Take one tensor; its source must hold still until the next ``settle`` or ``drain``."""
         self._assembler.feed(entry.space, entry.start, entry.n_elements, read_into)
 
     def _emit(self, space: str, chunk: int, fill: Fill) -> None:
-        self._waiting.append(self._pool.submit(self._encode, space, chunk, fill))
-        while len(self._waiting) > _AHEAD * n_workers():
+        with self._was_read:
+            self._n_unread += 1
+        self._waiting.append(self._pool.submit(self._work, space, chunk, fill))
+        while len(self._waiting) > self._n_ahead:
             self._take(self._waiting.popleft().result())
 
-    def _encode(self, space: str, chunk: int, fill: Fill) -> EncodedChunk:
+    def _work(self, space: str, chunk: int, fill: Fill) -> EncodedChunk:
+        """Take a private copy of a chunk and encode it; runs in a worker's thread."""
+        new = scratch(space, self.chunk_elements)
+        try:
+            fill(new)
+        finally:
+            with self._was_read:
+                self._n_unread -= 1
+                self._was_read.notify_all()
+        return self._encode(space, chunk, new)
+
+    def _encode(self, space: str, chunk: int, new: Bits) -> EncodedChunk:
         raise NotImplementedError
 
     def _take(self, encoded: EncodedChunk) -> None:
@@ -144,8 +187,15 @@ class StateWriter:
         n_chunks = None if self._n_chunks is None else self._n_chunks[encoded.space]
         self.partitions.add(encoded.space, encoded.chunk, encoded.data, n_chunks)
 
+    def settle(self) -> None:
+        """Wait until all sources are read and may change, if not yet encoded."""
+        with self._was_read:
+            self._was_read.wait_for(lambda: self._n_unread == 0)
+        while self._waiting and self._waiting[0].done():
+            self._take(self._waiting.popleft().result())
+
     def drain(self) -> None:
-        """Wait until all complete chunks are encoded; the sources may change then."""
+        """Wait until all complete chunks are encoded."""
         while self._waiting:
             self._take(self._waiting.popleft().result())
 
@@ -197,11 +247,17 @@ class DeltaWriter(StateWriter):
         self.spool: ChunkSpool = partitions.spool
         self._base = base
 
-    def _encode(self, space: str, chunk: int, fill: Fill) -> EncodedChunk:
-        new = np.zeros(self.chunk_elements, uint_dtype(space))
-        fill(new)
-        base, digest = self._base.base_chunk(space, chunk)
-        return encode_delta(self.codec, space, chunk, base, digest, new)
+    def _encode(self, space: str, chunk: int, new: Bits) -> EncodedChunk:
+        for _ in range(_N_TRIES):
+            encoded = encode_delta(self.codec, space, chunk, *self._base.unproven_chunk(space, chunk), new)
+            if encoded is not None:
+                return encoded
+            self._base.base_chunk(space, chunk)  # heals it, or says that it cannot be healed
+        raise IntegrityError(
+            f"the baseline's chunk {chunk} of {space} changes while it is used; something else writes to its files",
+            expected="bits that stay",
+            found="other bits each time",
+        )
 
     def _complete(self, space: str, chunk: int, out: Bits) -> None:
         np.copyto(out, self._base.base_chunk(space, chunk)[0])
@@ -222,9 +278,7 @@ class AnchorWriter(StateWriter):
         super().__init__(partitions, None)
         self._staging = staging
 
-    def _encode(self, space: str, chunk: int, fill: Fill) -> EncodedChunk:
-        new = np.zeros(self.chunk_elements, uint_dtype(space))
-        fill(new)
+    def _encode(self, space: str, chunk: int, new: Bits) -> EncodedChunk:
         encoded = encode_anchor(self.codec, space, chunk, new)
         self._staging.stage(space, chunk, new)
         return encoded

@@ -135,7 +135,7 @@ class Transaction:
         data = as_bits(name, tensor)
         bits = data.bits
         self._add(name, data.dtype, data.shape, lambda a, b, out: np.copyto(out, bits[a:b]), memory_key(tensor))
-        self._writer.drain()
+        self._writer.settle()
 
     def write_checkpoint(self, directory: str | os.PathLike[str]) -> CheckpointSummary:
         """Add all tensors, side files and file structure of a checkpoint.
@@ -201,6 +201,7 @@ class Transaction:
         for side in checkpoint.side_files:
             ref = keep(checkpoint.read_side_file(side.path))
             self._files.append(CheckpointFile(side.path, "side", ref, ref.nbytes))
+        checkpoint.check_unchanged()
 
     def _fits(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry | None:
         """Return the place of a tensor in the base's layout, None if it has none."""

@@ -25,7 +25,6 @@ from dcr_store.payload.version import SealedPartition, Table, fetch
 from dcr_store.ports import ObjectStore, Target
 from dcr_store.versions.path import UNKNOWN, ZERO, Path
 from dcr_store.versions.prefetch import Fetch, Prefetch
-from dcr_store.versions.workers import n_workers as n_workers
 from dcr_store.versions.workers import scratch, worker_pool
 
 GROUP_NBYTES: Final = 96 << 20

@@ -28,7 +28,8 @@ def test_delta(name: str, space: str) -> None:
     codec, base = get_codec(name), bits(space, 0)
     new = base.copy()
     new[[3, 40]] ^= 1
-    found = encode_delta(codec, space, 7, base, crc64(base), new)
+    found = encode_delta(codec, space, 7, base, crc64(base), new.copy())
+    assert found is not None
     assert (found.space, found.chunk, found.n_changed) == (space, 7, 2)
     assert (found.base, found.new) == (crc64(base), crc64(new))
     assert found.data is not None
@@ -40,8 +41,22 @@ def test_delta(name: str, space: str) -> None:
 @pytest.mark.parametrize("space", SPACES)
 def test_nothing_changed(space: str) -> None:
     base = bits(space, 0)
-    found = encode_delta(get_codec("dcr.delta"), space, 0, base, 123, base.copy())
-    assert (found.data, found.n_changed, found.base, found.new) == (None, 0, 123, 123)
+    digest = crc64(base)
+    found = encode_delta(get_codec("dcr.delta"), space, 0, base, digest, base.copy())
+    assert found is not None
+    assert (found.data, found.n_changed, found.base, found.new) == (None, 0, digest, digest)
+
+
+@pytest.mark.parametrize("n_changes", [0, 5])
+@pytest.mark.parametrize("name", ["dcr.delta", "portable"])
+def test_a_base_that_is_not_the_base(name: str, n_changes: int) -> None:
+    """Nothing is encoded against it, and the new bits are still there."""
+    base = bits("u16", 0)
+    new = base.copy()
+    new[:n_changes] ^= 3
+    kept = new.copy()
+    assert encode_delta(get_codec(name), "u16", 0, base, crc64(base) ^ 1, new) is None
+    np.testing.assert_array_equal(new, kept)
 
 
 @pytest.mark.parametrize("name", ["dcr.delta", "portable"])
@@ -69,6 +84,10 @@ class Unfaithful:
         found = self._codec.decode(*arguments).copy()  # type: ignore[arg-type]
         found[0] ^= 1
         return found
+
+    def apply(self, data: bytes, bits: np.ndarray) -> int:
+        bits[0] ^= 1
+        return self._codec.apply(data, bits)
 
     def decode_sparse(self, *arguments: object) -> object:
         positions, values = self._codec.decode_sparse(*arguments)  # type: ignore[arg-type]
