@@ -29,6 +29,8 @@ _NUMPY: Final[dict[str, np.dtype[Any]]] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype("<f2"),
     "U16": np.dtype("<u2"),
@@ -51,6 +53,8 @@ _TORCH: Final = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F4": "float4_e2m1fn_x2",
     "BF16": "bfloat16",
     "F16": "float16",
@@ -158,6 +162,8 @@ def _torch_bits(name: str, tensor: torch.Tensor) -> TensorBits:
         if plain.itemsize in integers:
             plain = plain.view(integers[plain.itemsize])
         flat = plain.contiguous().cpu().reshape(-1)
+        if flat.numel() == 1:
+            flat = flat.as_strided((1,), (1,))  # contiguous with any stride, but not to be viewed as octets
         octets = flat.view(torch.uint8).numpy()
     except (RuntimeError, TypeError) as error:
         raise InvalidInputError(

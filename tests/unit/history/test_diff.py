@@ -28,6 +28,8 @@ FLOATS: dict[str, Any] = {
     "F64": np.float64,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }
 SIGNED = {"I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64}
 UNSIGNED = ("BOOL", "U8", "U16", "U32", "U64", "F8_E8M0")
@@ -86,7 +88,7 @@ def test_neighbouring_values_are_one_apart(dtype: str) -> None:
     )
     places = [place(dtype, bits) for _, bits in order]
     assert places == sorted(places), "places ascend as values do"
-    if row.bits <= 16:
+    if row.bits <= 16 and "FNUZ" not in dtype:  # there the place of -0.0 is a NaN's
         assert places == list(range(places[0], places[0] + len(places))), "without a gap among finite values"
 
 
