@@ -20,6 +20,7 @@ from dcr_store.format import canonical
 from dcr_store.payload.version import read_manifest
 from dcr_store.receive import structure
 from dcr_store.receive.structure import Structure
+from dcr_store.targets.checkpoint_listing import SUFFIX, is_index
 from dcr_store.targets.paths import OWN_DIRECTORY, fsync_directory, path_inside
 from dcr_store.versions.catalog import Catalog, Located
 
@@ -71,6 +72,15 @@ def remove_left(
             if _is_still(path_inside(root, file.path), file, torn_too=file.path not in stay_torn):
                 unexplained.discard(file.path)
                 _remove(root, path_inside(root, file.path))
+
+
+def remove_foreign(root: Path, goal: Structure) -> None:
+    """Remove all weights and indexes of weights at the top of a directory that `goal` does not have, links too."""
+    wanted = set(goal.paths())
+    for place in sorted(root.iterdir()):
+        is_weights = place.name.endswith(SUFFIX) or is_index(place.name)
+        if is_weights and place.name not in wanted and (place.is_symlink() or place.is_file()):
+            _remove(root, place)
 
 
 def clear_own(root: Path) -> None:

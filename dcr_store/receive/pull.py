@@ -7,6 +7,7 @@ the store has, unless forced, and one that another process is writing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -81,6 +82,8 @@ class _Situation:
         Whether nothing is known, so that all versions on the path have to be asked.
     is_lost : bool
         Whether the marker is lost, so that files of any version may be there.
+    is_foreign : bool
+        Whether there are weights of no version, and all of them are to be replaced.
     abandoned : Located or None
         Another version than the goal that an earlier pull was on its way to.
     """
@@ -90,6 +93,7 @@ class _Situation:
     previous: str | None
     everything: bool = False
     is_lost: bool = False
+    is_foreign: bool = False
     abandoned: Located | None = None
 
 
@@ -166,7 +170,7 @@ def _examine(
                 expected=f"store {catalog.document.store_id}",
                 found=f"store {marker.store_id}, {marker.target}",
             )
-        marker = Unreadable("of another store")
+        return _Situation(not entries, (), None, everything=True, is_foreign=True)
     if isinstance(marker, Marker):
         target = _find(catalog, marker.target, marker.root)
         if marker.state == "clean":
@@ -174,11 +178,18 @@ def _examine(
         else:
             base = None if marker.base is None else _find(catalog, marker.base, marker.base_root)
             abandoned = target if marker.target != goal.name else None
-        named = (target,) if marker.state == "clean" else (base, target)
-        held = tuple(item for item in named if item is not None)
-        # A version that the store does not have, or not with this root: its history is not the one that was pulled.
-        is_lost = target is None or (marker.base is not None and base is None)
-        return _Situation(not entries, held, None if base is None else base.name, is_lost, is_lost, abandoned)
+        if target is not None and (base is not None or marker.base is None):
+            held = (target,) if base in (target, None) else (base, target)
+            return _Situation(not entries, held, None if base is None else base.name, abandoned=abandoned)
+        if not force:
+            raise InvalidInputError(
+                "the directory holds a version that the store does not have, so its history is another one by now: was "
+                "it restored from a copy? pull into another directory, or replace the weights with --force",
+                key=str(root),
+                expected=f"a version of {catalog.objects.url}",
+                found=f"{marker.target} {marker.root[:16]}",
+            )
+        return _Situation(not entries, (), None, everything=True, is_foreign=True)
     if not entries:
         return _Situation(True, (), None)
     is_lost = is_ours or isinstance(marker, Unreadable)
@@ -196,16 +207,19 @@ def _examine(
             expected=f"nothing, or a version of {catalog.objects.url}",
             found=", ".join(in_the_way[:5] or [name for name in entries if name.endswith(".safetensors")][:5]),
         )
-    return _Situation(False, (), None, everything=force)
+    return _Situation(False, (), None, everything=force, is_foreign=force)
 
 
 def _find(catalog: Catalog, name: str, root: str | None) -> Located | None:
-    """Return the version of that name if it is the one with that root: another history may have taken its number."""
-    try:
+    """Return the version of that name if it is the one with that root, else another one with the root.
+
+    In a store that was restored from a copy, another version has taken the number.
+    """
+    with contextlib.suppress(NotFoundError, InvalidInputError):
         found = catalog.resolve(name)
-    except (NotFoundError, InvalidInputError):
-        return None
-    return found if root in (None, found.row.root) else None
+        if root in (None, found.row.root):
+            return found
+    return None if root is None else next(iter(catalog.find_root(root)), None)
 
 
 def identify(catalog: Catalog, root: Path) -> Located | None:
@@ -238,10 +252,7 @@ def _bring(
 ) -> Outcome:
     held = next((item for item in situation.held if item.name == situation.previous), None)
     old = [structure.structure_of(catalog.objects, catalog.contents(item)) for item in situation.held]
-    if situation.abandoned is not None:
-        # The marker can name one way only: files of the way that is given up go before it is forgotten.
-        base = [item for item in situation.held if item.name == situation.previous]
-        leftovers.remove_left(catalog, root, files, [situation.abandoned], but_not=base)
+    _remove_unnamed(catalog, root, files, situation)
     dirty = Marker(
         "dirty",
         catalog.document.store_id,
@@ -261,8 +272,6 @@ def _bring(
         outcome = _beside(catalog, contents, files, root, situation, way)
     outcome.nbytes_fetched += structure.write_sides(catalog.objects, root, files)
     leftovers.remove_left(catalog, root, files, situation.held)
-    if situation.is_lost:
-        leftovers.remove_left(catalog, root, files, catalog.find_root(""), lenient=True)
     leftovers.clear_own(root)
     events.reached("pull.applied", goal.name)
     clean = Marker(
@@ -278,6 +287,18 @@ def _bring(
     write_marker(root, clean)
     events.reached("pull.clean", goal.name)
     return outcome
+
+
+def _remove_unnamed(catalog: Catalog, root: Path, files: Structure, situation: _Situation) -> None:
+    """Remove the files that the new marker will not account for; a crash here leaves what is known as it was."""
+    if situation.is_foreign:
+        leftovers.remove_foreign(root, files)
+    if situation.is_lost:
+        every = catalog.find_root("")
+        leftovers.remove_left(catalog, root, files, every, but_not=situation.held, lenient=True)
+    if situation.abandoned is not None:
+        base = [item for item in situation.held if item.name == situation.previous]
+        leftovers.remove_left(catalog, root, files, [situation.abandoned], but_not=base)
 
 
 def _in_place(

@@ -169,7 +169,7 @@ def assert_nothing_twice(store: Store, line: str, before: Mapping[PartitionPlace
 def assert_checkpoint(directory: Path, checkpoint: Path, *, own: bool = True) -> None:
     """Assert that a directory is a checkpoint, byte for byte, with nothing left over (`own`: in ``.dcr`` either)."""
     found, expected = tree(directory), tree(checkpoint)
-    assert sorted(found) == sorted(expected)
+    assert sorted(found) == sorted(expected), sorted(set(found) ^ set(expected))
     differing = [path for path in expected if found[path] != expected[path]]
     assert not differing
     notes = {path.name for path in (directory / ".dcr").iterdir()}

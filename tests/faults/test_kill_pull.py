@@ -207,6 +207,42 @@ def test_a_pull_that_changed_its_mind_twice_leaves_no_files_of_the_version_betwe
     assert_checkpoint(target, checkpoints[3])
 
 
+@pytest.mark.parametrize("point", ["pull.file.removed", "target.marker.durable", "pull.file.moved"])
+def test_a_pull_that_lost_its_marker_and_is_killed(
+    nursery: Nursery, scratch: Path, checkpoints: list[Path], point: str
+) -> None:
+    place = Place(str(scratch / "store"))
+    store = place.create()
+    for checkpoint in checkpoints[:4]:
+        with store.begin() as transaction:
+            transaction.write_checkpoint(checkpoint)
+    target = scratch / "target"
+    store.pull(target, "main@1")
+    (target / MARKER).unlink()
+    file_truncated(target, target, seeded("lost"))
+    job = {"do": "pull", "directory": str(target), "version": "main@3", **place.job}
+    nursery.run(**job, kill=[point, 1])
+    nursery.finish(**job)
+    assert_checkpoint(target, checkpoints[3])
+
+
+def test_a_forced_pull_that_is_killed_is_finished_without_force(
+    nursery: Nursery, scratch: Path, checkpoints: list[Path]
+) -> None:
+    place = Place(str(scratch / "store"))
+    store = place.create()
+    with store.begin() as transaction:
+        transaction.write_checkpoint(checkpoints[3])
+    target = shutil.copytree(checkpoints[6], scratch / "target")  # model.safetensors, which loaders take first
+    job = {"do": "pull", "directory": str(target), **place.job}
+    refused = nursery.run(**job)
+    assert (refused.ok, refused.kind) == (False, "invalid-input")
+    _strike(nursery, {**job, "force": True}, ("pull.dirty", 1))
+    nursery.finish(**job)
+    assert store.compare_directory("main", target).ok
+    assert not (target / "model.safetensors").exists()
+
+
 def test_nothing_that_is_right_is_fetched_again(nursery: Nursery, scratch: Path, checkpoints: list[Path]) -> None:
     place = Place(str(scratch / "store"))
     store = place.create()
