@@ -45,7 +45,7 @@ class DcrError(Exception):
 
     def __str__(self) -> str:
         text = str(self.args[0])
-        if self.key is not None and self.key not in text:
+        if self.key and not text.startswith(self.key):
             text = f"{self.key}: {text}"
         if self.expected is not None or self.found is not None:
             text += f" (expected {self.expected}, found {self.found})"

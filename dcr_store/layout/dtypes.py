@@ -59,7 +59,7 @@ class DType:
 def _table() -> dict[str, DType]:
     rows: dict[str, DType] = {}
     for space, names in (
-        ("u8", "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0"),
+        ("u8", "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ"),
         ("u16", "BF16 F16 U16 I16"),
         ("u32", "F32 U32 I32"),
         ("u64", "F64 U64 I64 C64"),

@@ -94,13 +94,13 @@ def test_tensors_in_memory() -> None:
 
 
 def test_a_choice_of_tensors() -> None:
-    target = MemoryTarget(LAYOUT, CHUNK, ["tied", "F32(11, 9)", "F32(11, 9)"])
+    target = MemoryTarget(LAYOUT, CHUNK, ["tied", "F32(13, 9)", "F32(13, 9)"])
     for space, chunk in chunks():
         target.write_chunk(space, chunk, random_chunk(space, chunk))
-    assert list(target.tensors()) == ["tied", "F32(11, 9)"]
-    entry = LAYOUT.entry("F32(11, 9)")
+    assert list(target.tensors()) == ["tied", "F32(13, 9)"]
+    entry = LAYOUT.entry("F32(13, 9)")
     whole = np.concatenate([random_chunk("u32", chunk) for chunk in range(LAYOUT.n_chunks("u32", CHUNK))])
-    assert target.tensors()["F32(11, 9)"].bits.tolist() == whole[entry.start : entry.stop].tolist()
+    assert target.tensors()["F32(13, 9)"].bits.tolist() == whole[entry.start : entry.stop].tolist()
     out = np.empty(CHUNK, "<u8")
     target.read_chunk("u64", 0, out)
     assert not out.any()

@@ -169,6 +169,8 @@ TORCH = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F4": torch.float4_e2m1fn_x2,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
