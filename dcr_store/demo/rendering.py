@@ -84,12 +84,13 @@ def table(outcome: Outcome) -> Table:
     return made
 
 
-def summary(outcome: Outcome) -> str:
-    """Return the sentence under the table."""
-    whole = outcome.rows[-1].checkpoint_nbytes
+def introduction(outcome: Outcome) -> str:
+    """Return what the table is about."""
+    last = outcome.rows[-1]
     return (
-        f"A full checkpoint is {whole / 1024:,.0f} KiB. The reward is the share of right terms in what the follower "
-        f"sampled; the next step learned from these samples. {outcome.seconds:.0f} s in all."
+        f"A Llama of {last.elements:,} BF16 weights, {last.checkpoint_nbytes / 1024:,.0f} KiB as a file, learns to "
+        "go on counting: 03 10 17 -> 24 31 38 45. Another process pulls each version in place, loads it and samples; "
+        "the next step learns from these samples. The reward is their share of right terms."
     )
 
 
@@ -102,7 +103,10 @@ def next_commands(outcome: Outcome) -> list[tuple[str, str]]:
         (f"{dcr} log {store}", ""),
         (f"{dcr} diff {store} {before} {last}", ""),
         (f"{dcr} checkout {store} {before} earlier", "a checkpoint for any engine"),
-        (f"{dcr} pull {store} policy & sleep 0.5; kill -9 $!", "killed somewhere on its way"),
+        (
+            f"{dcr} pull {store} policy & until test -e policy/model.safetensors; do :; done; kill -9 $!",
+            "killed on its way",
+        ),
         (f"{dcr} pull {store} policy", "goes on from there"),
         (f"{dcr} verify {store} {last} --against policy", "bit for bit"),
         (f"{dcr} verify {store} --deep", "replays every version"),

@@ -80,9 +80,9 @@ def run(store_url: str, steps: int, *, as_json: bool, console: Console, recipe: 
 
 
 def _print(outcome: Outcome, console: Console) -> None:
+    console.print(rendering.introduction(outcome), end="\n\n", highlight=False)
     console.print(rendering.table(outcome))
-    console.print(rendering.summary(outcome), highlight=False)
-    console.print("\nGo on with:", highlight=False)
+    console.print(f"\n{outcome.seconds:.0f} s in all. Go on with:", highlight=False)
     for command, remark in rendering.next_commands(outcome):
         console.print(
             f"  {command}" + (f"    # {remark}" if remark else ""), markup=False, highlight=False, soft_wrap=True
@@ -91,6 +91,8 @@ def _print(outcome: Outcome, console: Console) -> None:
 
 def _open(store_url: str) -> Store:
     """Open or create the store; refuse what is not ours."""
+    if store_url.startswith("memory:"):
+        raise InvalidInputError("no other process sees a store in memory; name another place (--store)", key=store_url)
     try:
         store = dcr_store.open(store_url)
     except NotFoundError:

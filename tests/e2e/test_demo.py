@@ -188,6 +188,11 @@ def test_what_is_not_its_own_store_is_refused(tmp_path: Path, foreign: str, caps
     assert sorted(place.rglob("*")) == before
 
 
+def test_a_store_in_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--store", "memory://demo"]) == 1
+    assert "no other process sees a store in memory" in capsys.readouterr().err
+
+
 def test_a_missing_package_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
