@@ -5,6 +5,7 @@ Several writers, overwrites (values where present), shards of other lengths, par
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,11 +94,19 @@ def linear(chunk: np.ndarray) -> int:
 
 
 def publish(
-    store: Store, layout: Layout, parts: list[Part], base: Dense | None, *, line: str = "main", **changed: Any
+    store: Store,
+    layout: Layout,
+    parts: list[Part],
+    base: Dense | None,
+    *,
+    line: str = "main",
+    edit_seal: Callable[[Seal], Seal] = lambda seal: seal,
+    edit_manifest: Callable[[bytes], bytes] = lambda data: data,
+    **changed: Any,
 ) -> Dense:
     """Commit a version and return its state; `base` is the state before, None for an anchor.
 
-    `changed` replaces fields of the manifest.
+    `changed` replaces fields of the manifest, `edit_seal` seals, `edit_manifest` the manifest's bytes.
     """
     objects, document = store._objects, store._document
     size, codec = document.chunk_elements, get_codec(document.codec)
@@ -155,7 +164,7 @@ def publish(
             keys.data(part.writer, part.incarnation) + "contributions.bin",
             contributions.encode({s: np.array(r, np.uint64).reshape(len(r), 4) for s, r in rows.items()}),
         )
-        seal = Seal(tuple(described), tuple(partitions), contributed, (), (), 0)
+        seal = edit_seal(Seal(tuple(described), tuple(partitions), contributed, (), (), 0))
         entry = JournalEntry(line, txid, 0, part.writer, part.incarnation, 0, None, tuple(partitions), seal)
         seals.append(SealRef(part.writer, part.incarnation,
                              put(keys.journal(part.writer, part.incarnation, 0), entry.to_bytes())))  # fmt: skip
@@ -178,7 +187,7 @@ def publish(
         "seals": tuple(seals), "digests": digests, "files": (), "counts": counts,
     }  # fmt: skip
     manifest = Manifest(**{**fields, **changed})
-    ref = put(keys.manifest(0), manifest.to_bytes())
+    ref = put(keys.manifest(0), edit_manifest(manifest.to_bytes()))
     log.append(
         lambda s: Commit(
             line=line, seq=s.length, id=new_txid(), prev=s.last_sha256, created_at=now(), txid=txid, attempt=0,

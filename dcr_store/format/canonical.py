@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from typing import Any, Final, NoReturn
 
 from dcr_store.errors import FormatError, IntegrityError, InvalidInputError
 
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 MAX_DEPTH: Final = 64
 MAX_METADATA_DEPTH: Final = 32  # documents wrap metadata in levels of their own
 
@@ -73,9 +75,12 @@ def decode(data: bytes, key: str) -> Any:
         If the bytes are no JSON of the strict kind.
     """
     try:
-        return json.loads(
+        value = json.loads(
             data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
         )
+        if _SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()  # fails where half a pair stands alone: that is no text
+        return value
     except (ValueError, RecursionError) as error:
         raise FormatError(
             f"is not a JSON document of dcr_store: {error}; restore it from a good copy", key=key

@@ -20,6 +20,7 @@ FEATURES: Final[frozenset[str]] = frozenset()
 CODECS: Final = ("dcr.delta", "portable")
 SPACES: Final = ("u8", "u16", "u32", "u64")
 KINDS: Final = ("mask", "value", "present")
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f\\]")
 _FORMAT_VERSION: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
 
 
@@ -349,8 +350,7 @@ def check_path(path: str, key: str) -> str:
     parts = path.split("/")
     bad = (
         not path
-        or "\0" in path
-        or "\\" in path
+        or _UNPRINTABLE.search(path)
         or any(part in ("", ".", "..", ".dcr") or len(part.encode("utf-8", "surrogatepass")) > 255 for part in parts)
         or PurePosixPath(path).is_absolute()
     )

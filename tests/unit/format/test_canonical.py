@@ -101,6 +101,9 @@ def test_levels() -> None:
         b"[Infinity]",
         b"[-Infinity]",
         b"[1e999]",
+        b'["\\ud800"]',
+        b'{"\\udFFF":1}',
+        b'["\\ud83d \\ude00"]',
         b"[-1e999]",
         b"[" * 100_000,
         b"1" * 5000,
@@ -112,6 +115,10 @@ def test_levels() -> None:
 def test_refuses_to_read(data: bytes) -> None:
     with pytest.raises(FormatError, match="some/key"):
         canonical.decode(data, "some/key")
+
+
+def test_escapes_of_whole_characters_are_text() -> None:
+    assert canonical.decode(rb'["\ud83d\ude00", "\u0001", "\\ud800"]', "k") == ["😀", "\x01", "\\ud800"]
 
 
 def test_a_duplicate_key_is_named() -> None:
