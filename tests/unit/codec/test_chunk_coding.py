@@ -103,7 +103,8 @@ def test_unaligned_strided_and_read_only_arrays(engine: str) -> None:
     for array in (unaligned, strided, locked):
         assert all(np.array_equal(a, b) for a, b in zip(chunk.find_changes(array, new), expected, strict=True))
         assert chunk.encode(array) == chunk.encode(base)
-    for mask in (base ^ new, base, np.full(n, 1, np.uint16)):
+    half = np.where(rng.random(n) < 0.5, 3, 0).astype(np.uint16)
+    for mask in (base ^ new, half, base, np.full(n, 1, np.uint16)):
         data = chunk.encode(mask)
         for array in (unaligned, strided):
             array[:] = base

@@ -39,6 +39,14 @@ def test_delta_is_the_chunk_coding() -> None:
     assert codec.zarr_inner_codecs(8) == [{"name": "dcr.delta", "configuration": {}}]
 
 
+def test_portable_metadata_is_that_of_the_spec() -> None:
+    settings = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "typesize": 4, "blocksize": 524288}
+    assert PORTABLE.zarr_inner_codecs(4) == [
+        {"name": "bytes", "configuration": {"endian": "little"}},
+        {"name": "blosc", "configuration": settings},
+    ]
+
+
 def zarr_pipeline(codec: Any, mask: np.ndarray[Any, Any]) -> tuple[BatchedCodecPipeline, ArraySpec]:
     """The codecs that the metadata names, as Zarr runs them."""
     dtype = parse_dtype(mask.dtype, zarr_format=3)
