@@ -133,11 +133,15 @@ def replay(
         queue = Prefetch(fetchers, read, [item for job in jobs for group in job.groups for item in group.items])
         try:
             for job in jobs:
+                carried: dict[int, NDArray[np.unsignedinteger]] = {}
                 for group in job.groups:
                     data = queue.take(group.items)
                     outcome.nbytes_fetched += sum(len(blob) for blob in data)
                     parsed = {item.key: item.parse(blob) for item, blob in zip(group.items, data, strict=True)}
-                    tasks = [workers.submit(_advance, path, target, job, group, chunk, parsed) for chunk in job.chunks]
+                    tasks = [
+                        workers.submit(_advance, path, target, job, group, chunk, parsed, carried)
+                        for chunk in job.chunks
+                    ]
                     for task in tasks:
                         outcome.chunks_written += task.result()
                     events.reached("replay.group.applied", f"{job.space} {job.chunks[0]}")
@@ -225,26 +229,32 @@ def _advance(
     group: _Group,
     chunk: int,
     parsed: Parsed,
+    carried: dict[int, NDArray[np.unsignedinteger]],
 ) -> int:
-    """Apply one group's steps to one chunk; return how many chunks were written (0 or 1)."""
+    """Apply one group's steps to one chunk; return how many chunks were written (0 or 1).
+
+    `carried` holds the job's chunks between its groups: a target may keep a part of a chunk only.
+    """
     state = job.places[chunk]
     way = path.steps(state)
     steps = [step for step in group.steps if step in way]
-    from_nothing = state < 0 and group.is_first
-    if not steps and not from_nothing:
+    if not steps:
         return 0
     bits = scratch(job.space, path.chunk_elements)
-    if from_nothing:
+    if state < 0 and group.is_first:
         bits.fill(0)
+    elif chunk in carried:
+        np.copyto(bits, carried[chunk])
     else:
         target.read_chunk(job.space, chunk, bits)
     touched = False
     for step in steps:
         touched |= _apply_step(path, step, job.space, chunk, parsed, bits)
-    if not touched and state != UNKNOWN:
-        return 0
-    after = path.after(state, steps[-1]) if steps else path.goal
-    expected, found = path.digest(job.space, chunk, after), crc64(bits)
+    is_same = not touched and state != UNKNOWN
+    before = steps[0] if state > path.goal else steps[0] - 1
+    after = path.after(state, steps[-1])
+    expected = path.digest(job.space, chunk, after)
+    found = path.digest(job.space, chunk, before) if is_same else crc64(bits)
     if expected != found:
         raise IntegrityError(
             f"the stored version is defective in chunk {chunk} of {job.space}: verified objects do not give the "
@@ -253,6 +263,10 @@ def _advance(
             expected=f"{expected:016x}",
             found=f"{found:016x}",
         )
+    if is_same:
+        return 0
+    if group is not job.groups[-1]:
+        carried[chunk] = bits.copy()
     events.reached("replay.chunk.before", f"{job.space} {chunk}")
     target.write_chunk(job.space, chunk, bits)
     events.reached("replay.chunk.written", f"{job.space} {chunk}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,10 @@ def path_to(store: Store, version: int, last: int | None = None) -> Path:
     return route(store._catalog, located, others).path
 
 
-def test_every_version_reads_as_the_spec_says(store: Store) -> None:
+@pytest.mark.parametrize("group_nbytes", [engine.GROUP_NBYTES, 1])
+def test_every_version_reads_as_the_spec_says(store: Store, group_nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # By name, a target holds parts of chunks: what several groups make of a chunk must not go through it.
+    monkeypatch.setattr("dcr_store.versions.replay.GROUP_NBYTES", group_nbytes)
     for number, state in enumerate(history(store)):
         found = store.read(f"main@{number}")
         for name, bits in tensors(LAYOUT, state).items():
@@ -240,6 +244,16 @@ def test_what_is_at_the_goal_costs_nothing(store: Store) -> None:
     target = Chunks(states[6])
     outcome = replay(watched, path, target, everywhere(path, 6))
     assert (watched.requests, target.written, outcome.nbytes_fetched) == ([], [], 0)
+
+
+def test_a_chunk_that_nothing_touches_but_whose_digest_changes_is_refused(store: Store) -> None:
+    states = history(store)
+    path = path_to(store, 1)
+    quiet = replace(path.states[1], touched={space: {} for space in SPACES})
+    target = Chunks(states[0])
+    with pytest.raises(IntegrityError, match="defective"):
+        replay(store._objects, Path([path.states[0], quiet], 1, SIZE), target, everywhere(path, 0))
+    target.assert_is(states[0])
 
 
 def test_an_unknown_chunk_of_zeros_is_written(store: Store) -> None:
