@@ -33,7 +33,12 @@ def is_dead(owner: str) -> bool:
     parts = owner.split(":")
     if len(parts) != 7 or parts[0] != "process" or tuple(parts[1:4]) != _place() or "unknown" in parts[2:6]:
         return False
-    return parts[4].isdecimal() and _start_time(int(parts[4])) != parts[5]
+    if not parts[4].isdecimal():
+        return False
+    pid = int(parts[4])
+    found = _start_time(pid)
+    # Where /proc hides the processes of others, or cannot be read just now, only the kernel's own word counts.
+    return found != parts[5] if found is not None else _is_gone(pid)
 
 
 def _place() -> tuple[str, str, str]:
@@ -47,10 +52,21 @@ def _place() -> tuple[str, str, str]:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the start time of a living process in clock ticks since boot, None if there is no such process."""
+    """Return the start time of a process in clock ticks since boot, ``ended`` of a zombie, None if /proc says none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else fields[19]
+    return "ended" if fields[0] in ("Z", "X") else fields[19]
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether the kernel says that there is no such process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False

@@ -49,6 +49,13 @@ def test_a_zombie_is_dead() -> None:
     child.wait()
 
 
+def test_a_process_that_proc_does_not_show_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    # hidepid, or too many open files: /proc shows nothing, but the process is there.
+    mine = owner.default_owner()
+    monkeypatch.setattr(owner, "_start_time", lambda pid: None)
+    assert not owner.is_dead(mine)
+
+
 def test_a_living_child_is_not_dead() -> None:
     with subprocess.Popen(
         [
