@@ -6,19 +6,19 @@ Readers of committed versions do not read them: the seal says what the arrays ar
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from dcr_store.codec.portable import get_codec
 from dcr_store.format import canonical
+from dcr_store.layout.dtypes import width
 
-_WIDTH = {"u8": 1, "u16": 2, "u32": 4, "u64": 8}
-_LITTLE: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
+_LITTLE: Final[dict[str, Any]] = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
 def element_width(array: str) -> int:
     """Return the bytes of one element of ``<space>/<kind>``."""
     space, _, kind = array.partition("/")
-    return 1 if kind == "present" else _WIDTH[space]
+    return 1 if kind == "present" else width(space)
 
 
 def _metadata(n_elements: int, data_type: str, grid: int, codecs: list[dict[str, Any]]) -> bytes:
@@ -40,17 +40,17 @@ def _metadata(n_elements: int, data_type: str, grid: int, codecs: list[dict[str,
 
 def payload_metadata(array: str, n_elements: int, chunk: int, shard: int, codec: str) -> bytes:
     """Return the ``zarr.json`` of a payload array; lengths in elements."""
-    width = element_width(array)
+    nbytes = element_width(array)
     sharding = {
         "name": "sharding_indexed",
         "configuration": {
             "chunk_shape": [chunk],
-            "codecs": get_codec(codec).zarr_inner_codecs(width),
+            "codecs": get_codec(codec).zarr_inner_codecs(nbytes),
             "index_codecs": [_LITTLE, {"name": "crc32c"}],
             "index_location": "end",
         },
     }
-    return _metadata(n_elements, f"uint{8 * width}", shard, [sharding])
+    return _metadata(n_elements, f"uint{8 * nbytes}", shard, [sharding])
 
 
 def table_metadata(n_chunks: int) -> bytes:

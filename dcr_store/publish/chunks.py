@@ -1,19 +1,20 @@
 """Tensors in, whole chunks out: pieces of the canonical spaces are collected until a chunk is complete.
 
 Tensors may come in any order. A piece that covers a whole chunk is passed on without a copy of its own; other pieces
-are copied into the chunk's buffer. Refuses nothing: which tensors may come is the caller's question. Pure.
+are copied into the chunk's buffer. Refuses nothing but a full disk: which tensors may come is the caller's question.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dcr_store.errors import StorageError
 from dcr_store.layout.dtypes import Bits, uint_dtype
 
 ReadInto = Callable[[int, int, Bits], None]
@@ -61,10 +62,16 @@ class ChunkAssembler:
         """Return zeros for a chunk: memory at first, a mapped temporary file when many chunks are open."""
         if len(self._partial) < MAX_BUFFERS:
             return np.zeros(self.chunk_elements, uint_dtype(space))
-        with TemporaryFile() as file:
-            # Allocated, not sparse: a full disk is an error here, not a SIGBUS later.
-            os.posix_fallocate(file.fileno(), 0, self.chunk_elements * uint_dtype(space).itemsize)
-            return np.memmap(file, uint_dtype(space), "r+")
+        try:
+            with TemporaryFile() as file:
+                # Allocated, not sparse: a full disk is an error here, not a SIGBUS later.
+                os.posix_fallocate(file.fileno(), 0, self.chunk_elements * uint_dtype(space).itemsize)
+                return np.memmap(file, uint_dtype(space), "r+")
+        except OSError as error:
+            raise StorageError(
+                f"chunks that wait for more tensors cannot be kept: {error.strerror}; free space there, or set TMPDIR",
+                key=gettempdir(),
+            ) from error
 
     def _pass_on(self, space: str, chunk: int) -> None:
         buffer, _ = self._partial.pop((space, chunk))
