@@ -170,6 +170,8 @@ class Store:
 
         self._document.check_writable()
         check_line(line)
+        if base is not None:
+            VersionRef.parse(base)
         if message is not None and not isinstance(message, str):
             raise InvalidInputError(
                 "the message is no text", key="message", expected="text", found=type(message).__name__
