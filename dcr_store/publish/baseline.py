@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from dcr_store import events
+from dcr_store.codec import kernels
 from dcr_store.codec.digest import crc64
 from dcr_store.codec.portable import Codec
 from dcr_store.errors import ConflictError, DcrError, IntegrityError, StorageError
@@ -30,15 +31,17 @@ from dcr_store.format.documents import SPACES, Base
 from dcr_store.layout.dtypes import Bits, width
 from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import Table
-from dcr_store.publish.partitions import ChunkSpool
+from dcr_store.publish.spool import ChunkSpool
+from dcr_store.publish.state import Changes
 from dcr_store.targets.space_file import SpaceFiles
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
 from dcr_store.versions.replay import classify, digests, everywhere, replay
 from dcr_store.versions.route import route
-from dcr_store.versions.workers import n_workers, worker_pool
+from dcr_store.versions.workers import worker_pool
 
 _STATE: Final = "baseline.json"
+_N_TOGETHER: Final = 16
 
 
 class Baseline:
@@ -180,26 +183,39 @@ class Baseline:
 
     # ------------------------------------------------------------------ advancing
 
-    def advance(self, located: Located, spool: ChunkSpool, codec: Codec) -> None:
-        """Apply the masks of a transaction that has committed as `located`."""
+    def advance(
+        self, located: Located, spool: ChunkSpool, codec: Codec, changes: Mapping[tuple[str, int], Changes]
+    ) -> None:
+        """Apply the masks of a transaction that has committed as `located`.
+
+        Parameters
+        ----------
+        spool : ChunkSpool
+            All of them, encoded.
+        changes : mapping of (str, int) to (ndarray of uint32, ndarray of uintN)
+            Positions and values of those that need not be decoded.
+        """
         assert self._files is not None
         files = self._files
 
-        def apply(space: str, chunk: int, data: bytes) -> None:
+        def apply(space: str, chunk: int) -> None:
             view = files.writable_view(space, chunk)
-            if view.size == self.chunk_elements:
-                codec.apply(data, view)
+            found = changes.get((space, chunk))
+            if found is None and view.size == self.chunk_elements:
+                codec.apply(spool.get(space, chunk) or b"", view)
             else:
-                bits = np.empty(self.chunk_elements, view.dtype)
-                files.read_chunk(space, chunk, bits)
-                codec.apply(data, bits)
-                files.write_chunk(space, chunk, bits)
+                if found is None:
+                    found = codec.decode_sparse(spool.get(space, chunk) or b"", view.dtype, self.chunk_elements)
+                kernels.engine().xor_at(view, *found)
             events.reached("baseline.chunk.advanced", f"{space} {chunk}")
 
+        def apply_all(batch: list[tuple[str, int]]) -> None:
+            for space, chunk in batch:
+                apply(space, chunk)
+
         with self._keeping(located), worker_pool() as pool:
-            for batch in _batches(spool.places(), 16 * n_workers()):
-                loaded = [(space, chunk, spool.get(space, chunk)) for space, chunk in batch]
-                list(pool.map(lambda item: apply(item[0], item[1], item[2] or b""), loaded))
+            for _ in pool.map(apply_all, _batches(spool.places(), _N_TOGETHER)):
+                pass
         self._located = located
 
     def stage(self, space: str, chunk: int, bits: Bits) -> None:

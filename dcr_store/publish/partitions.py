@@ -7,89 +7,31 @@ is recognised by its SHA-256 and not uploaded again.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from tempfile import SpooledTemporaryFile, gettempdir
 from typing import Final
 
 from dcr_store import events
-from dcr_store.errors import FormatError, NotFoundError, StorageError
+from dcr_store.errors import FormatError, NotFoundError
 from dcr_store.format.documents import SPACES, Array, JournalEntry, ObjectRef, Partition, Seal, SealRef
 from dcr_store.format.names import TransactionKeys
 from dcr_store.layout.dtypes import width
 from dcr_store.payload import arrays, contributions, shard
 from dcr_store.payload.contributions import Rows
 from dcr_store.ports import ObjectStore
+from dcr_store.publish.spool import ChunkSpool
 
 PARTITION_NBYTES: Final = 64 << 20
 MAX_PARTITION_CHUNKS: Final = 256  # with tiny chunks the index would outgrow them
 IN_FLIGHT_NBYTES: Final = 128 << 20
-SPOOL_NBYTES: Final = 64 << 20
 JOURNAL_PARTITIONS: Final = 8
 JOURNAL_INTERVAL_S: Final = 1.0
 _N_UPLOADS: Final = 8
 
 Durable = Mapping[tuple[str, int, str], Partition]
-
-
-class ChunkSpool:
-    """Encoded chunks by (space, chunk): in memory up to ``SPOOL_NBYTES``, then in an unnamed temporary file.
-
-    Safe to use from several threads: one file has one position.
-    """
-
-    def __init__(self) -> None:
-        self._file = SpooledTemporaryFile(max_size=SPOOL_NBYTES)  # noqa: SIM115 - lives as long as the writer
-        weakref.finalize(self, _close, self._file)  # also of a transaction that was dropped
-        self._places: dict[tuple[str, int], tuple[int, int]] = {}
-        self._end = 0
-        self._lock = threading.Lock()
-
-    def put(self, space: str, chunk: int, data: bytes) -> None:
-        """Keep a chunk."""
-        with self._lock, _translated():
-            self._file.seek(self._end)
-            self._file.write(data)
-            self._places[space, chunk] = (self._end, len(data))
-            self._end += len(data)
-
-    def get(self, space: str, chunk: int) -> bytes | None:
-        """Return a chunk, None if there is none."""
-        place = self._places.get((space, chunk))
-        if place is None:
-            return None
-        with self._lock, _translated():
-            self._file.seek(place[0])
-            return self._file.read(place[1])
-
-    def places(self) -> list[tuple[str, int]]:
-        """Return what is kept, in the order of arrival."""
-        return list(self._places)
-
-    def close(self) -> None:
-        """Drop all."""
-        _close(self._file)
-        self._places.clear()
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"encoded chunks cannot be kept: {error.strerror}; free space there, or set TMPDIR", key=gettempdir()
-        ) from error
-
-
-def _close(file: SpooledTemporaryFile[bytes]) -> None:
-    with contextlib.suppress(OSError):  # of bytes that a full disk did not take, and that nobody wants
-        file.close()
 
 
 @dataclass(slots=True)

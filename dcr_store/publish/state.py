@@ -26,10 +26,13 @@ from dcr_store.layout.dtypes import Bits, uint_dtype, width
 from dcr_store.layout.layout import Layout, TensorEntry
 from dcr_store.payload.version import Table
 from dcr_store.publish.chunks import ChunkAssembler, ReadInto
-from dcr_store.publish.partitions import ChunkSpool, PartitionWriter
+from dcr_store.publish.partitions import PartitionWriter
+from dcr_store.publish.spool import ChunkSpool
 from dcr_store.versions.workers import n_workers, scratch, worker_pool
 
 Fill = Callable[[Bits], None]
+Changes = tuple[NDArray[np.uint32], Bits]
+CHANGES_NBYTES: Final = 96 << 20
 _AHEAD: Final = 4
 _N_TRIES: Final = 3
 
@@ -64,6 +67,8 @@ class EncodedChunk:
         The encoded mask, None if nothing changed.
     base, new : int
         Digests before and after.
+    changes : tuple of (ndarray of uint32, ndarray of uintN), or None
+        Positions and values of the mask, where they are short.
     """
 
     space: str
@@ -72,6 +77,7 @@ class EncodedChunk:
     n_changed: int
     base: int
     new: int
+    changes: Changes | None = None
 
 
 def encode_delta(codec: Codec, space: str, chunk: int, base: Bits, base_digest: int, new: Bits) -> EncodedChunk | None:
@@ -106,7 +112,8 @@ def encode_delta(codec: Codec, space: str, chunk: int, base: Bits, base_digest: 
     data = codec.encode_sparse(positions, values, len(new))
     codec.apply(data, new)
     if crc64(new) == base_digest:
-        return EncodedChunk(space, chunk, data, len(positions), base_digest, digest)
+        changes = (positions, values) if 4 * (positions.nbytes + values.nbytes) <= new.nbytes else None
+        return EncodedChunk(space, chunk, data, len(positions), base_digest, digest, changes)
     codec.apply(data, new)
     decoded, decoded_values = codec.decode_sparse(data, new.dtype, len(new))
     if not (np.array_equal(positions, decoded) and np.array_equal(values, decoded_values)) or crc64(new) != digest:
@@ -239,12 +246,21 @@ class StateWriter:
 
 
 class DeltaWriter(StateWriter):
-    """Encodes masks against the base. Encoded chunks stay in the partition writer's spool until ``close``."""
+    """Encodes masks against the base. Encoded chunks stay in the partition writer's spool until ``close``.
+
+    Attributes
+    ----------
+    changes : dict of (str, int) to (ndarray of uint32, ndarray of uintN)
+        Masks by space and chunk as they were found, as long as they fit into ``CHANGES_NBYTES``: to decode them again
+        takes a tenth of the time of a publish.
+    """
 
     def __init__(self, partitions: PartitionWriter, layout: Layout, base: BaseBits) -> None:
         super().__init__(partitions, layout)
         assert partitions.spool is not None
         self.spool: ChunkSpool = partitions.spool
+        self.changes: dict[tuple[str, int], Changes] = {}
+        self._changes_nbytes = 0
         self._base = base
 
     def _encode(self, space: str, chunk: int, new: Bits) -> EncodedChunk:
@@ -259,6 +275,14 @@ class DeltaWriter(StateWriter):
             found="other bits each time",
         )
 
+    def _take(self, encoded: EncodedChunk) -> None:
+        super()._take(encoded)
+        if encoded.changes is not None:
+            nbytes = sum(array.nbytes for array in encoded.changes)
+            if self._changes_nbytes + nbytes <= CHANGES_NBYTES:
+                self.changes[encoded.space, encoded.chunk] = encoded.changes
+                self._changes_nbytes += nbytes
+
     def _complete(self, space: str, chunk: int, out: Bits) -> None:
         np.copyto(out, self._base.base_chunk(space, chunk)[0])
         data = self.spool.get(space, chunk)
@@ -269,6 +293,7 @@ class DeltaWriter(StateWriter):
         """Stop the pools and drop the spool."""
         super().close()
         self.spool.close()
+        self.changes.clear()
 
 
 class AnchorWriter(StateWriter):

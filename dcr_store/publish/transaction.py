@@ -31,7 +31,8 @@ from dcr_store.publish.baseline import Baseline
 from dcr_store.publish.chunks import ReadInto
 from dcr_store.publish.committing import Proposal, Sealed, append_commit, propose, store_proposal
 from dcr_store.publish.opening import LIVE, WRITER
-from dcr_store.publish.partitions import ChunkSpool, PartitionWriter, read_durable
+from dcr_store.publish.partitions import PartitionWriter, read_durable
+from dcr_store.publish.spool import ChunkSpool
 from dcr_store.publish.state import AnchorWriter, DeltaWriter, StateWriter
 from dcr_store.targets.checkpoint import Checkpoint, open_checkpoint
 from dcr_store.versions.catalog import Catalog, Located
@@ -306,7 +307,7 @@ class Transaction:
         if self._closed:
             return self._committed  # the baseline was given back; it is brought up to date when it is used next
         if isinstance(writer, DeltaWriter):
-            self._baseline.advance(located, writer.spool, writer.codec)
+            self._baseline.advance(located, writer.spool, writer.codec, writer.changes)
         else:
             self._baseline.adopt(located, layout)
         events.reached("publish.baseline.advanced", self.version)

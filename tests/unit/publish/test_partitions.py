@@ -18,7 +18,8 @@ from dcr_store.format.names import TransactionKeys
 from dcr_store.objects.open import open_objects
 from dcr_store.payload import contributions, shard
 from dcr_store.publish import partitions
-from dcr_store.publish.partitions import ChunkSpool, PartitionWriter, read_durable
+from dcr_store.publish.partitions import PartitionWriter, read_durable
+from dcr_store.publish.spool import ChunkSpool
 
 SIZE = 64
 KEYS = TransactionKeys("main", 3, "7" * 32)
@@ -277,7 +278,9 @@ def test_bytes_in_flight_are_bounded(objects: Watched, monkeypatch: pytest.Monke
     assert 0 < highest[0] <= 300
 
 
-def test_the_spool_keeps_what_it_is_given() -> None:
+@pytest.mark.parametrize("n_held", [1000, 4, 0])
+def test_the_spool_keeps_what_it_is_given(monkeypatch: pytest.MonkeyPatch, n_held: int) -> None:
+    monkeypatch.setattr("dcr_store.publish.spool.SPOOL_NBYTES", n_held)
     spool = ChunkSpool()
     spool.put("u8", 1, b"one")
     spool.put("u16", 1, b"two")
@@ -288,13 +291,14 @@ def test_the_spool_keeps_what_it_is_given() -> None:
         b"",
         None,
     ]
-    assert spool.places() == [("u8", 1), ("u16", 1), ("u8", 0)]
+    assert sorted(spool.places()) == [("u16", 1), ("u8", 0), ("u8", 1)]
     spool.close()
 
 
-def test_the_spool_is_read_by_several_threads() -> None:
+def test_the_spool_is_read_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
+    monkeypatch.setattr("dcr_store.publish.spool.SPOOL_NBYTES", 1000)
     interval = sys.getswitchinterval()
     spool = ChunkSpool()
     for number in range(100):
