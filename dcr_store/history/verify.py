@@ -166,7 +166,10 @@ def _refs_of(catalog: Catalog, manifest: Manifest, findings: _Findings) -> list[
         refs += [array.zarr for array in entry.seal.arrays]
         refs += [entry.seal.contributions, *entry.seal.journal, *entry.seal.files]
         refs += [] if entry.seal.ownership is None else [entry.seal.ownership]
-        refs += [item.ref for item in payload.sealed_partitions(manifest, entry)]
+        try:
+            refs += [item.ref for item in payload.sealed_partitions(manifest, entry)]
+        except DcrError as error:
+            findings.add(Problem.of(error, seal_ref.ref.key))
     return refs
 
 

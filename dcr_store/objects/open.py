@@ -48,9 +48,9 @@ def open_objects(
     StorageError
         The package that the protocol needs is not installed.
     """
-    text = os.fspath(url)
-    if not text or "\0" in text:
-        raise InvalidInputError(f"not a store's URL: {text!r}; give a path, file://, memory:// or s3://bucket/prefix")
+    text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
+    if not isinstance(text, str) or text in ("", "file://", "local://") or "\0" in text:
+        raise InvalidInputError(f"not a store's URL: {url!r}; give a path, file://, memory:// or s3://bucket/prefix")
     protocol, path = split_protocol(text)
     if protocol == "s3":
         try:

@@ -32,7 +32,7 @@ def fetch(objects: ObjectStore, ref: ObjectRef) -> bytes:
     IntegrityError
         If it is missing, or of other content.
     FormatError
-        If no object can have the key.
+        If no object can have the key, or the reference tells another length.
     """
     try:
         data = objects.get(ref.key)
@@ -46,6 +46,10 @@ def fetch(objects: ObjectStore, ref: ObjectRef) -> bytes:
     except InvalidInputError as error:
         raise FormatError(f"a document refers to what cannot be an object: {error}", key=ref.key) from error
     canonical.check_sha256(data, ref.sha256, ref.key)
+    if len(data) != ref.nbytes:
+        raise FormatError(
+            "a document refers to it with a wrong length", key=ref.key, expected=ref.nbytes, found=len(data)
+        )
     return data
 
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcr_store import events
-from dcr_store.errors import DcrError, StorageError
+from dcr_store.errors import DcrError, FormatError, InvalidInputError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import CheckpointFile
 from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import VersionContents, fetch
 from dcr_store.ports import ObjectStore
 from dcr_store.targets.directory import WeightFile
+from dcr_store.targets.file_map import FileMap
 from dcr_store.targets.paths import OWN_DIRECTORY, fsync_directory, path_inside
 from dcr_store.targets.safetensors_file import make_header, parse_header, read_header
 
@@ -41,11 +42,21 @@ class Structure:
 
 
 def structure_of(objects: ObjectStore, contents: VersionContents) -> Structure:
-    """Return a version's files. Tensors that were written one by one come as ``model.safetensors``."""
+    """Return a version's files. Tensors that were written one by one come as ``model.safetensors``.
+
+    Raises
+    ------
+    FormatError
+        If a header is malformed, or the files do not hold the version's tensors.
+    """
     files = contents.manifest.files
     if not files:
         return Structure((single_file(contents.layout),), ())
     weights = tuple(WeightFile(f.path, fetch(objects, f.ref), f.nbytes) for f in files if f.kind == "weights")
+    try:
+        FileMap.of(contents.layout, [(w.path, parse_header(w.header, w.nbytes, w.path)) for w in weights])
+    except InvalidInputError as error:
+        raise FormatError(f"the files of the version do not hold its tensors: {error}", key=contents.name) from error
     return Structure(weights, tuple(f for f in files if f.kind == "side"))
 
 
