@@ -7,12 +7,13 @@ commit nothing, and to go on once fenced.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from dcr_store.format.documents import CheckpointFile, ObjectRef
 from dcr_store.format.fields import now
 from dcr_store.format.names import TransactionKeys, new_incarnation, new_txid, version_name
 from dcr_store.format.records import Abort
-from dcr_store.layout.dtypes import Bits, uint_dtype
+from dcr_store.layout.dtypes import Bits, shown, uint_dtype
+from dcr_store.layout.entry import name_problem
 from dcr_store.layout.layout import Layout, LayoutBuilder, TensorEntry
 from dcr_store.layout.tensors import as_bits, memory_key
 from dcr_store.log.fold import LineState, OpenTransaction
@@ -67,10 +69,11 @@ class Transaction:
         self._release = release
         self._keys = TransactionKeys(log.line, pending.version, pending.txid)
         self._state = "open"
+        self._spoiled: str | None = None  # why what was written is not whole
         self._closed = False
         self._written: dict[str, TensorEntry] = {}
         self._taken: set[int] = set()  # places of the base's layout that were written, by one of their names
-        self._memory: dict[object, str] = {}
+        self._memory: dict[object, tuple[str, weakref.ref[Any]]] = {}
         self._files: list[CheckpointFile] = []
         self._stored_files: list[ObjectRef] = []
         self._builder = LayoutBuilder()
@@ -133,10 +136,15 @@ class Transaction:
             raise InvalidInputError(
                 f"tensor {name!r} cannot be added: {self.version} was written from a checkpoint", key=name
             )
+        problem = name_problem(name)
+        if problem is not None:
+            raise InvalidInputError(f"{shown(name)} cannot name a tensor: {problem}")
         data = as_bits(name, tensor)
         bits = data.bits
-        self._add(name, data.dtype, data.shape, lambda a, b, out: np.copyto(out, bits[a:b]), memory_key(tensor))
-        self._writer.settle()
+        self._require_new(name)
+        with self._whole():
+            self._add(name, data.dtype, data.shape, lambda a, b, out: np.copyto(out, bits[a:b]), tensor)
+            self._writer.settle()
 
     def write_checkpoint(self, directory: str | os.PathLike[str]) -> CheckpointSummary:
         """Add all tensors, side files and file structure of a checkpoint.
@@ -157,7 +165,7 @@ class Transaction:
                 f"a checkpoint cannot be added to {self.version}, which has tensors already; use one for each",
                 key=os.fspath(directory),
             )
-        with open_checkpoint(directory) as checkpoint:
+        with open_checkpoint(directory) as checkpoint, self._whole():
             self._write_tensors(checkpoint)
             self._write_files(checkpoint)
             nbytes = sum(file.nbytes for file in self._files)
@@ -212,9 +220,21 @@ class Transaction:
         entry = self._base_layout.entry(name)
         return entry if (entry.dtype, entry.shape) == (dtype, tuple(shape)) else None
 
-    def _add(self, name: str, dtype: str, shape: tuple[int, ...], read: ReadInto, memory: object) -> None:
+    def _require_new(self, name: str) -> None:
         if name in self._written:
             raise InvalidInputError(f"tensor {name!r} was already written in this transaction", key=name)
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Let no commit follow what fails inside: part of it may have been taken, part not."""
+        try:
+            yield
+        except BaseException as error:
+            self._spoiled = f"{type(error).__name__}: {error}"[:300]
+            raise
+
+    def _add(self, name: str, dtype: str, shape: tuple[int, ...], read: ReadInto, tensor: object) -> None:
+        """Take one tensor; `tensor` is the caller's object, None for one from a file."""
         if isinstance(self._writer, DeltaWriter):
             entry = self._fits(name, dtype, shape)
             if entry is not None:
@@ -227,17 +247,22 @@ class Transaction:
                     self._written[name] = entry
                     return
             self._convert()
-        if memory is not None and memory in self._memory:
-            first = self._memory[memory]
-            place = self._written.get(first)
-            if place is not None and self._same_bits(place, read):
-                self._builder.add_alias(name, first)
-                self._written[name] = place
-                return
+        memory, owner = memory_key(tensor), _owner(tensor)
+        first, alive = self._memory.get(memory, (None, None))
+        # Memory of an object that is gone may have been given to this one: then they are not tied.
+        if (
+            first is not None
+            and alive is not None
+            and alive() is not None
+            and self._same_bits(self._written[first], read)
+        ):
+            self._builder.add_alias(name, first)
+            self._written[name] = self._written[first]
+            return
         entry = self._builder.add(name, dtype, shape)
         self._written[name] = entry
-        if memory is not None:
-            self._memory[memory] = name
+        if memory is not None and owner is not None:
+            self._memory[memory] = (name, owner)
         self._writer.write(entry, read)
 
     def _same_bits(self, entry: TensorEntry, read: ReadInto) -> bool:
@@ -288,13 +313,14 @@ class Transaction:
         self._require_open()
         if not self._written:
             raise InvalidInputError(f"{self.version} has no tensors; write at least one, or abort", key=self.line)
-        if isinstance(self._writer, DeltaWriter) and len(self._written) < len(self._base_names):
-            self._convert()
-        writer = self._writer
-        layout = self._base_layout if isinstance(writer, DeltaWriter) else self._builder.build()
-        assert layout is not None
-        if self._proposed is None:
-            self._proposed = self._propose(layout)
+        with self._whole():
+            if isinstance(self._writer, DeltaWriter) and len(self._written) < len(self._base_names):
+                self._convert()
+            writer = self._writer
+            layout = self._base_layout if isinstance(writer, DeltaWriter) else self._builder.build()
+            assert layout is not None
+            if self._proposed is None:
+                self._proposed = self._propose(layout)
         store_proposal(self._catalog.objects, self._keys, *self._proposed)
         try:
             row = append_commit(self._log, self._proposed[1], self._require_ours)
@@ -369,6 +395,11 @@ class Transaction:
             raise InvalidInputError(
                 f"the transaction for {self.version} is {self._state}; begin another one", key=self.txid
             )
+        if self._spoiled is not None:
+            raise InvalidInputError(
+                f"{self.version} cannot go on: part of it could not be taken ({self._spoiled}); abort, and begin again",
+                key=self.txid,
+            )
 
     def _require_unsealed(self) -> None:
         self._require_open()
@@ -395,7 +426,9 @@ class Transaction:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
+        if isinstance(error, OutcomeUnknownError) and self._proposed is not None:
+            self._close()
+        elif error is not None:
             self._give_up(error)
         elif self._state == "open":
             try:
@@ -412,6 +445,16 @@ class Transaction:
             self.abort(f"{type(error).__name__}: {error}"[:500])
         except DcrError as second:
             error.add_note(f"the transaction could not be aborted either: {second}")
+
+
+def _owner(tensor: object) -> weakref.ref[Any] | None:
+    """Return a reference to the object that owns a tensor's memory; None if none can be had."""
+    while getattr(tensor, "base", None) is not None and isinstance(tensor, np.ndarray):
+        tensor = tensor.base
+    try:
+        return None if tensor is None else weakref.ref(tensor)
+    except TypeError:
+        return None
 
 
 def _reader(checkpoint: Checkpoint, name: str) -> ReadInto:
