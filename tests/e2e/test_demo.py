@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,21 @@ sys.exit(run(store, int(steps), as_json=True, console=Console(stderr=True), reci
 """
 
 
-def start(store: Path, steps: int, scratch: Path) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started(store: Path, steps: int, scratch: Path) -> Iterator[subprocess.Popen[str]]:
     scratch.mkdir()
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(store), str(steps)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(scratch)},
         start_new_session=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def finish(process: subprocess.Popen[str], scratch: Path) -> dict[str, Any]:
@@ -71,8 +76,9 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
 def test_a_run_is_exact_can_be_repeated_and_gone_on_with(tmp_path: Path) -> None:
     stores = [tmp_path / "a", tmp_path / "b"]
     scratches = [tmp_path / "scratch-a", tmp_path / "scratch-b"]
-    started = [start(store, 2, scratch) for store, scratch in zip(stores, scratches, strict=True)]
-    first, second = (finish(process, scratch) for process, scratch in zip(started, scratches, strict=True))
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(started(store, 2, own)) for store, own in zip(stores, scratches, strict=True)]
+        first, second = (finish(process, own) for process, own in zip(processes, scratches, strict=True))
 
     assert first["equal"] is True
     assert [row["version"] for row in first["versions"]] == ["main@0", "main@1", "main@2"]
@@ -84,7 +90,8 @@ def test_a_run_is_exact_can_be_repeated_and_gone_on_with(tmp_path: Path) -> None
     assert len(set(roots[0])) == 3
 
     # A third run takes the head for its policy and learns on.
-    third = finish(start(stores[0], 1, tmp_path / "scratch-c"), tmp_path / "scratch-c")
+    with started(stores[0], 1, tmp_path / "scratch-c") as process:
+        third = finish(process, tmp_path / "scratch-c")
     assert [row["version"] for row in third["versions"]] == ["main@2", "main@3"]
     assert third["versions"][0]["reward"] == first["versions"][2]["reward"]
     assert third["versions"][0]["publish_s"] is None
@@ -102,10 +109,13 @@ def test_a_run_is_exact_can_be_repeated_and_gone_on_with(tmp_path: Path) -> None
 
 def test_an_interrupt_leaves_the_store_and_nothing_else(tmp_path: Path) -> None:
     store, scratch = tmp_path / "store", tmp_path / "scratch"
-    process = start(store, 10_000, scratch)
-    with contextlib.ExitStack() as stack:
-        stack.callback(process.kill)
-        wait_for(lambda: (store / "dcr.json").exists() and len(dcr_store.open(store).log()) > 1)
+
+    def has_published() -> bool:
+        assert process.poll() is None, process.communicate()[1]
+        return (store / "dcr.json").exists() and len(dcr_store.open(store).log()) > 1
+
+    with started(store, 10_000, scratch) as process:
+        wait_for(has_published)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode != 0
