@@ -13,12 +13,15 @@ def register(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "demo",
         help="train a small policy and publish every step",
-        description="Train a small policy on this machine, publish every step, pull and verify. Needs dcr-store[demo].",
+        description=(
+            "Train a small policy on this machine and publish every step; another process pulls each version and samples "
+            "from it. A store that the demo made is continued, any other is refused. Needs dcr-store[demo]."
+        ),
     )
     parser.add_argument(
         "--store", metavar="URL", default="demo-store", help="where to create the store (default demo-store)"
     )
-    parser.add_argument("--steps", metavar="N", type=natural, default=8, help="training steps (default 8)")
+    parser.add_argument("--steps", metavar="N", type=natural, default=12, help="training steps (default 12)")
     add_json(parser)
     parser.set_defaults(run=demo)
 

@@ -26,6 +26,7 @@ def register(verbs: Verbs) -> None:
     add_store(parser)
     parser.add_argument("version", metavar="VERSION", help="the version")
     parser.add_argument("directory", metavar="DIR", help="directory of the checkpoint; created if there is none")
+    _add_force(parser)
     add_json(parser)
     parser.set_defaults(run=checkout)
 
@@ -40,17 +41,21 @@ def register(verbs: Verbs) -> None:
     add_store(parser)
     parser.add_argument("directory", metavar="DIR", help="directory of the checkpoint; created if there is none")
     parser.add_argument("--version", metavar="VERSION", help="the version (default: the newest of main)")
-    parser.add_argument(
-        "--force", action="store_true", help="also where the directory holds something that no version accounts for"
-    )
+    _add_force(parser)
     add_json(parser)
     parser.set_defaults(run=pull)
 
 
+def _add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--force", action="store_true", help="also where the directory holds something that no version accounts for"
+    )
+
+
 def checkout(arguments: argparse.Namespace) -> int:
-    """Write a version into a new directory."""
+    """Write a version into a directory."""
     with open_store(arguments) as store, progress.shown():
-        result = store.checkout(arguments.version, arguments.directory)
+        result = store.checkout(arguments.version, arguments.directory, force=arguments.force)
     _tell(arguments, result)
     return 0
 

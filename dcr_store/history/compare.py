@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import numpy as np
 
 from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES
 from dcr_store.history.report import Problem, VerifyReport
-from dcr_store.layout.dtypes import Bits, uint_dtype
+from dcr_store.layout.dtypes import Bits
 from dcr_store.layout.layout import Layout
 from dcr_store.targets.checkpoint import Checkpoint, open_checkpoint
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import UNKNOWN
-from dcr_store.versions.replay import digests, everywhere, replay
+from dcr_store.versions.replay import digests, replay
 from dcr_store.versions.route import route
 
 
-class _Collector:
-    """A target that keeps the chunks written to it."""
+class _Comparer:
+    """A target that compares the right bits with those of another target, instead of keeping them."""
 
-    def __init__(self) -> None:
-        self.chunks: dict[tuple[str, int], Bits] = {}
+    def __init__(self, layout: Layout, found: DirectoryTarget) -> None:
+        self.layout = layout
+        self.found = found
+        self.differing: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def read_chunk(self, space: str, chunk: int, out: Bits) -> None:
-        """Return what was kept, zeros before."""
-        kept = self.chunks.get((space, chunk))
-        out[:] = 0 if kept is None else kept
+        """Return zeros: whatever is asked for is built from nothing."""
+        out[:] = 0
 
     def write_chunk(self, space: str, chunk: int, bits: Bits) -> None:
-        """Keep a chunk."""
-        self.chunks[space, chunk] = bits.copy()
+        """Count the elements of each tensor that are not as in `bits`."""
+        here = np.empty_like(bits)
+        self.found.read_chunk(space, chunk, here)
+        differs = bits != here
+        with self._lock:
+            for piece in self.layout.pieces(space, chunk * len(bits), (chunk + 1) * len(bits)):
+                stop = piece.offset + piece.tensor_stop - piece.tensor_start
+                n = int(np.count_nonzero(differs[piece.offset : stop]))
+                if n:
+                    self.differing[piece.entry.name] = self.differing.get(piece.entry.name, 0) + n
 
 
 def compare_directory(catalog: Catalog, located: Located, directory: str | os.PathLike[str]) -> VerifyReport:
@@ -78,27 +89,13 @@ def _compare_bits(
 ) -> None:
     path = route(catalog, located).path
     weights = [WeightFile(f.path, f.header.raw, f.header.nbytes) for f in checkpoint.files]
-    collector = _Collector()
     with DirectoryTarget(checkpoint.root, layout, weights, path.chunk_elements) as target:
         found = digests(target, path.all_chunks(), path.chunk_elements)
-        differing: dict[str, int] = {}
-        for space in SPACES:
-            for chunk in np.flatnonzero(found[space] != path.target.tables[space]).tolist():
-                # One chunk at a time: however much differs, memory holds one.
-                places = everywhere(path, path.goal)
-                places[space][chunk] = UNKNOWN
-                collector.chunks.clear()
-                replay(catalog.objects, path, collector, places)
-                bits = np.empty(path.chunk_elements, uint_dtype(space))
-                target.read_chunk(space, chunk, bits)
-                differs = bits != collector.chunks[space, chunk]
-                for piece in layout.pieces(space, chunk * path.chunk_elements, (chunk + 1) * path.chunk_elements):
-                    n = int(
-                        np.count_nonzero(differs[piece.offset : piece.offset + piece.tensor_stop - piece.tensor_start])
-                    )
-                    if n:
-                        differing[piece.entry.name] = differing.get(piece.entry.name, 0) + n
-    for name, n in differing.items():
+        comparer = _Comparer(layout, target)
+        places = {s: np.where(found[s] == path.target.tables[s], path.goal, UNKNOWN) for s in SPACES}
+        replay(catalog.objects, path, comparer, places)
+    order = {entry.name: i for i, entry in enumerate(layout.tensors)}
+    for name, n in sorted(comparer.differing.items(), key=lambda item: order[item[0]]):
         problems.append(Problem(name, "the tensor has other bits", "0 elements differ", f"{n} differ"))
 
 

@@ -5,13 +5,14 @@ Lists problems instead of raising, so that one damaged object does not hide anot
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from dcr_store import events
-from dcr_store.errors import DcrError, NotFoundError
+from dcr_store.errors import DcrError, FormatError, IntegrityError
 from dcr_store.format import canonical
 from dcr_store.format.documents import JournalEntry, Manifest, ObjectRef
 from dcr_store.format.names import STORE_KEY, layout_key
@@ -54,15 +55,19 @@ def verify(catalog: Catalog, version: str | None = None, *, deep: bool = False) 
     findings = _Findings()
     _check_store_document(catalog, findings)
     chosen: Located | None = None
+    chain: list[Located] = []
     if version is not None:
-        chosen = catalog.resolve(version)
+        try:
+            chosen = catalog.resolve(version)
+            chain = catalog.chain(chosen)
+        except (IntegrityError, FormatError) as error:
+            findings.add(Problem.of(error, version))
     lines = catalog.lines() if chosen is None else [chosen.line]
     versions: list[Located] = []
     for line in lines:
         checked = check_log(catalog, line)
         _take_log(findings, checked)
-        rows = checked.rows if chosen is None else [item.row for item in catalog.chain(chosen)]
-        versions += [Located(line, row) for row in rows]
+        versions += chain if version is not None else [Located(line, row) for row in checked.rows]
     total, done = sum(located.row.counts.nbytes for located in versions), 0
     for located in versions:
         _check_version(catalog, located, findings)
@@ -70,7 +75,7 @@ def verify(catalog: Catalog, version: str | None = None, *, deep: bool = False) 
         events.progress("verify", done, total)
     if deep:
         _replay_all(catalog, versions, findings)
-    unreferenced = [] if chosen is not None else sorted(set(catalog.objects.list("")) - findings.referenced)
+    unreferenced = [] if version is not None else sorted(set(catalog.objects.list("")) - findings.referenced)
     return VerifyReport(
         list(findings.problems.values()),
         len(findings.checked),
@@ -121,7 +126,7 @@ def _check_version(catalog: Catalog, located: Located, findings: _Findings) -> N
     findings.referenced.add(row.manifest.key)
     layout = _check_layout(catalog, row, findings)
     try:
-        manifest = payload.read_manifest(catalog.objects, row.manifest)
+        manifest = catalog.manifest(located)
         findings.checked[row.manifest.key] = row.manifest.nbytes
     except DcrError as error:
         findings.add(Problem.of(error, row.manifest.key))
@@ -186,13 +191,17 @@ def _replay_all(catalog: Catalog, versions: list[Located], findings: _Findings) 
                     before is not None and located.row.base is not None and before.row.root == located.row.base.root
                 )
                 if files is None or not goes_on:
-                    fresh = tempfile.mkdtemp(dir=directory)
-                    files = SpaceFiles(fresh, catalog.layout(located.row.layout), way.path.chunk_elements, create=True)
+                    if files is not None:
+                        files.close()
+                    # One state at a time: the one before makes room.
+                    shutil.rmtree(f"{directory}/state", ignore_errors=True)
+                    layout = catalog.layout(located.row.layout)
+                    files = SpaceFiles(f"{directory}/state", layout, way.path.chunk_elements, create=True)
                     places = everywhere(way.path, ZERO)
                 else:
                     places = everywhere(way.path, way.path.goal - 1)
                 replay(catalog.objects, way.path, files, places)
                 before = located
-            except (DcrError, NotFoundError) as error:
+            except DcrError as error:
                 findings.add(Problem.of(error, located.name))
                 files, before = None, None

@@ -17,7 +17,6 @@ from pathlib import Path
 from dcr_store import events
 from dcr_store.errors import DcrError, StorageError
 from dcr_store.format import canonical
-from dcr_store.payload.version import read_manifest
 from dcr_store.receive import structure
 from dcr_store.receive.structure import Structure
 from dcr_store.targets.checkpoint_listing import SUFFIX, is_index
@@ -106,7 +105,7 @@ def _refuse(error: OSError) -> None:
 
 
 def _files_of(catalog: Catalog, located: Located) -> Iterator[_Left]:
-    manifest = read_manifest(catalog.objects, located.row.manifest)
+    manifest = catalog.manifest(located)
     for file in manifest.files:
         yield _Left(file.path, file.kind == "weights", file.ref.sha256)
     if not manifest.files:

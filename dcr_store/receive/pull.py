@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dcr_store import events
-from dcr_store.errors import ConflictError, DcrError, InvalidInputError, NotFoundError, StorageError
+from dcr_store.errors import DcrError, InvalidInputError, NotFoundError, StorageError
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import uint_dtype
 from dcr_store.payload.version import Table, VersionContents, root_of
@@ -131,15 +131,15 @@ def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, 
         # What may be refused is refused before anything of ours is in the directory.
         situation = None if is_ours else _examine(catalog, goal, goal_files, root, force=force, is_ours=False)
         with lock(root):
-            if situation is None or read_marker(root) is not None:
-                situation = _examine(catalog, goal, goal_files, root, force=force, is_ours=is_ours)
-            outcome = _bring(catalog, goal, contents, goal_files, root, situation)
-    except ConflictError:
-        raise
-    except DcrError:
-        if is_new and not (root / OWN_DIRECTORY / "marker.json").exists():
-            shutil.rmtree(root / OWN_DIRECTORY, ignore_errors=True)
-        raise
+            try:
+                if situation is None or read_marker(root) is not None:
+                    situation = _examine(catalog, goal, goal_files, root, force=force, is_ours=is_ours)
+                outcome = _bring(catalog, goal, contents, goal_files, root, situation)
+            except DcrError:
+                # Still locked, so nobody else's lock goes with ours.
+                if is_new and not (root / OWN_DIRECTORY / "marker.json").exists():
+                    shutil.rmtree(root / OWN_DIRECTORY, ignore_errors=True)
+                raise
     except OSError as error:
         raise StorageError(
             f"cannot be changed: {error.strerror or error}; pull again when that is cured",

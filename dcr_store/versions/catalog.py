@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar, overload
 
 from dcr_store.errors import IntegrityError, InvalidInputError, NotFoundError
-from dcr_store.format.documents import Base, StoreDocument
+from dcr_store.format.documents import Base, Manifest, StoreDocument
 from dcr_store.format.names import LINE, VersionRef, check_line, version_name
 from dcr_store.layout.layout import Layout
 from dcr_store.log.fold import VersionRow
@@ -138,18 +138,24 @@ class Catalog:
         """Return a layout."""
         return self._cached("layout", sha256, lambda: payload.read_layout(self.objects, sha256), _layout_nbytes)
 
+    def manifest(self, located: Located) -> Manifest:
+        """Return a version's manifest, checked against its row in the log."""
+        row = located.row
+        manifest = payload.read_manifest(self.objects, row.manifest)
+        named = (manifest.line, manifest.version, manifest.root, manifest.layout, manifest.base)
+        expected = (located.line, row.version, row.root, row.layout, row.base)
+        if named != expected:
+            raise IntegrityError(
+                "the manifest is not that of its commit", key=row.manifest.key, expected=expected, found=named
+            )
+        return manifest
+
     def contents(self, located: Located) -> VersionContents:
-        """Return a version's contents, checked against its row in the log."""
+        """Return a version's contents."""
         row = located.row
 
         def read() -> VersionContents:
-            manifest = payload.read_manifest(self.objects, row.manifest)
-            named = (manifest.line, manifest.version, manifest.root, manifest.layout, manifest.base)
-            expected = (located.line, row.version, row.root, row.layout, row.base)
-            if named != expected:
-                raise IntegrityError(
-                    "the manifest is not that of its commit", key=row.manifest.key, expected=expected, found=named
-                )
+            manifest = self.manifest(located)
             return payload.read_contents(self.objects, manifest, self.layout(row.layout), self.document.chunk_elements)
 
         return self._cached("contents", row.manifest.sha256, read, _contents_nbytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dcr_store.payload import version as payload
 from dcr_store.versions.catalog import Catalog, Located
 
 
@@ -107,7 +106,7 @@ def info_of(located: Located) -> VersionInfo:
 
 def detail_of(catalog: Catalog, located: Located) -> VersionDetail:
     """Return what the manifest and the layout tell too."""
-    manifest = payload.read_manifest(catalog.objects, located.row.manifest)
+    manifest = catalog.manifest(located)
     layout = catalog.layout(located.row.layout)
     tensors = [(name, e.dtype, e.shape) for e in layout.tensors for name in (e.name, *e.aliases)]
     return VersionDetail(
