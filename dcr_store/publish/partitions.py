@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
@@ -49,7 +49,7 @@ class _Uploads:
     pool: ThreadPoolExecutor
     changed: threading.Condition = field(default_factory=threading.Condition)
     in_flight_nbytes: int = 0
-    futures: list[Future[None]] = field(default_factory=list)
+    futures: list[Future[object]] = field(default_factory=list)
 
     def admit(self, nbytes: int) -> None:
         """Wait until `nbytes` more may be in flight."""
@@ -102,6 +102,7 @@ class PartitionWriter:
         self.writer, self.incarnation, self.attempt = writer, incarnation, attempt
         self.codec, self.chunk_elements, self.durable, self.spool = codec, chunk_elements, durable, spool
         self._open: dict[tuple[str, int], _Open] = {}
+        self._arrays: set[str] = set()
         self._uploads = _Uploads(ThreadPoolExecutor(_N_UPLOADS, "dcr-upload"))
         self._lock = threading.Lock()
         self._sealed: list[Partition] = []
@@ -148,10 +149,15 @@ class PartitionWriter:
                 data = self.spool.get(space, index * per + place)
             assert data is not None
             chunks[place] = data
-        blob = shard.assemble(chunks, per)
+        array, blob = f"{space}/mask", shard.assemble(chunks, per)
+        self._arrays.add(array)
+        self._start(len(blob), self._upload, array, index, blob, len(chunks))
+
+    def _start(self, nbytes: int, upload: Callable[..., object], *arguments: object) -> None:
+        """Hand `nbytes` to the uploaders, who have to say when they leave; raises what an earlier upload met."""
         self._uploads.raise_first()
-        self._uploads.admit(len(blob))
-        self._uploads.futures.append(self._uploads.pool.submit(self._upload, f"{space}/mask", index, blob, len(chunks)))
+        self._uploads.admit(nbytes)
+        self._uploads.futures.append(self._uploads.pool.submit(upload, *arguments))
 
     def _upload(self, array: str, index: int, blob: bytes, n_chunks: int) -> None:
         """Store a partition unless an earlier incarnation did; runs in an uploader's thread."""
@@ -200,11 +206,14 @@ class PartitionWriter:
 
     def flush(self) -> None:
         """Store the partitions that are still open and wait for all uploads."""
-        for space, index in sorted(self._open):
-            self._store(space, index)
+        self._store_open()
         for future in self._uploads.futures:
             future.result()
         self._uploads.futures.clear()
+
+    def _store_open(self) -> None:
+        for space, index in sorted(self._open):
+            self._store(space, index)
 
     def seal(
         self, lengths: Mapping[str, int], rows: Mapping[str, Rows], files: Iterable[ObjectRef], changed: int
@@ -222,17 +231,24 @@ class PartitionWriter:
         changed : int
             Elements that differ from the base.
         """
-        self.flush()
+        self._store_open()
+        stored = {"contributions.bin": contributions.encode(rows)}
         described = []
         for space in SPACES:
             array = f"{space}/mask"
-            if not any(item.array == array for item in self._sealed):
+            if array not in self._arrays:
                 continue
             shard_elements = self.chunks_per_partition(space) * self.chunk_elements
             metadata = arrays.payload_metadata(array, lengths[space], self.chunk_elements, shard_elements, self.codec)
-            ref = self._put(f"{array}/zarr.json", metadata)
+            stored[f"{array}/zarr.json"] = metadata
+            ref = self._ref(f"{array}/zarr.json", metadata)
             described.append(Array(array, lengths[space], self.chunk_elements, shard_elements, self.codec, ref))
-        contributed = self._put("contributions.bin", contributions.encode(rows))
+        # Beside the last partitions: only the seal has to come after everything that it names.
+        tasks = [self._uploads.pool.submit(self._put, name, data) for name, data in stored.items()]
+        self.flush()
+        for task in tasks:
+            task.result()
+        contributed = self._ref("contributions.bin", stored["contributions.bin"])
         partitions = sorted(self._sealed, key=lambda item: (SPACES.index(item.array.partition("/")[0]), item.index))
         with self._lock:
             seal = Seal(tuple(described), tuple(partitions), contributed, tuple(self._journal), tuple(files), changed)
@@ -241,18 +257,30 @@ class PartitionWriter:
             events.reached("publish.seal.stored", ref.key)
         return SealRef(self.writer, self.incarnation, ref)
 
-    def _put(self, name: str, data: bytes) -> ObjectRef:
-        ref = ObjectRef.of(self.keys.data(self.writer, self.incarnation) + name, data)
+    def _ref(self, name: str, data: bytes) -> ObjectRef:
+        return ObjectRef.of(self.keys.data(self.writer, self.incarnation) + name, data)
+
+    def _put(self, name: str, data: bytes) -> None:
+        """Store an object of this incarnation; runs in an uploader's thread."""
+        ref = self._ref(name, data)
         events.reached("publish.object.before", ref.key)
         self.objects.put(ref.key, data)
         events.reached("publish.object.stored", ref.key)
-        self._objects[ref.key] = ref
-        return ref
+        with self._lock:
+            self._objects[ref.key] = ref
 
     def put_file(self, data: bytes) -> ObjectRef:
-        """Store a side file or header under its content."""
-        ref = ObjectRef.of("", data)
-        return self._put(f"files/{ref.sha256}", data)
+        """Store a side file or header under its content, durably by the next ``flush``."""
+
+        def upload() -> None:
+            try:
+                self._put(name, data)
+            finally:
+                self._uploads.leave(len(data))
+
+        name = f"files/{ObjectRef.of('', data).sha256}"
+        self._start(len(data), upload)
+        return self._ref(name, data)
 
     @property
     def n_sealed(self) -> int:
