@@ -15,7 +15,7 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from dcr_store.errors import DcrError, NotFoundError, StorageError
 from dcr_store.objects.flat import flat
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dcr_store.ports import Bytes
 
 STALE_AFTER_S: Final = 86_400.0
+T = TypeVar("T")
 MOST_MOVES: Final = 100  # tries to give a file its name while others remove its directory
 _TRANSIENT: Final = {errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}  # network file systems
 _HINTS: Final = {
@@ -75,12 +76,7 @@ class LocalObjects:
         """Return the bytes ``[start, stop)`` of an object; ``NotFoundError`` if there is none."""
         path = self._path(key)
         check_range(key, start, stop)
-
-        def attempt() -> bytes:
-            with _translated("get", key):
-                return self._read(path, key, start, stop)
-
-        return retrying(self._policy, "get", key, attempt)
+        return self._retried("get", key, lambda: self._read(path, key, start, stop))
 
     def _read(self, path: str, key: str, start: int, stop: int | None) -> bytes:
         self._check_no_links(path)
@@ -130,11 +126,22 @@ class LocalObjects:
             with _translated("create", key):
                 if _is_taken(path):
                     return False  # spares writing and syncing a file that the link would refuse
+                linked = False
+
+                def link() -> None:
+                    nonlocal linked
+                    Path(path).hardlink_to(temporary)
+                    linked = True
+
                 with self._temporary(view) as temporary:
                     try:
-                        self._into_place(path, lambda: Path(path).hardlink_to(temporary))
+                        self._into_place(path, link)
                     except FileExistsError:
                         return False
+                    except OSError as error:
+                        if linked:  # the object stands, but may not outlive a power loss: that is no answer
+                            raise TransientError(f"its directory cannot be synced: {error.strerror}") from error
+                        raise
                 return True
 
         def read() -> bytes:
@@ -219,22 +226,25 @@ class LocalObjects:
     def list(self, prefix: str) -> dict[str, int]:
         """Return key → nbytes of every object whose key starts with `prefix`."""
         check_prefix(prefix)
-        found: dict[str, int] = {}
-        with _translated("list", prefix):
-            for key, nbytes in self._walk(prefix):
-                found[key] = nbytes
-        return dict(sorted(found.items()))
+        return self._retried("list", prefix, lambda: dict(sorted(self._walk(prefix))))
 
     def list_names(self, prefix: str) -> Sequence[str]:
         """Return the sorted next path components below `prefix`."""
         check_prefix(prefix)
-        names = []
-        with _translated("list", prefix):
-            for entry in self._entries(prefix):
-                key = prefix + entry.name
-                if entry.is_file(follow_symlinks=False) or next(self._walk(key + "/"), None) is not None:
-                    names.append(entry.name)
-        return sorted(names)
+
+        def holds_objects(entry: os.DirEntry[str]) -> bool:
+            return entry.is_file(follow_symlinks=False) or any(True for _ in self._walk(f"{prefix}{entry.name}/"))
+
+        return self._retried(
+            "list", prefix, lambda: sorted(entry.name for entry in self._entries(prefix) if holds_objects(entry))
+        )
+
+    def _retried(self, action: str, key: str, call: Callable[[], T]) -> T:
+        def attempt() -> T:
+            with _translated(action, key):
+                return call()
+
+        return retrying(self._policy, action, key, attempt)
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, int]]:
         for entry in self._entries(prefix):
@@ -261,7 +271,8 @@ class LocalObjects:
     def size(self, key: str) -> int | None:
         """Return an object's nbytes, or None if there is none."""
         path = self._path(key)
-        with _translated("look up", key):
+
+        def look() -> int | None:
             self._check_no_links(path)
             try:
                 status = os.lstat(path)
@@ -269,25 +280,29 @@ class LocalObjects:
                 return None
             return status.st_size if stat.S_ISREG(status.st_mode) else None
 
+        return self._retried("look up", key, look)
+
     def delete(self, key: str) -> None:
         """Delete an object, and the directories that it leaves empty; one that does not exist is no error."""
         path = self._path(key)
-        with _translated("delete", key):
-            self._check_no_links(path)
-            try:
-                Path(path).unlink()
-            except (FileNotFoundError, NotADirectoryError):
-                return
-            except (IsADirectoryError, PermissionError):
-                if Path(path).is_dir():
-                    return  # no object
-                raise
-            parent = Path(path).parent
-            with contextlib.suppress(OSError):  # not empty, or another delete was first
-                while len(str(parent)) > len(self._root):
-                    parent.rmdir()
-                    self._durable.discard(str(parent))
-                    parent = parent.parent
+        self._retried("delete", key, lambda: self._delete(path))
+
+    def _delete(self, path: str) -> None:
+        self._check_no_links(path)
+        try:
+            Path(path).unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except (IsADirectoryError, PermissionError):
+            if Path(path).is_dir():
+                return  # no object
+            raise
+        parent = Path(path).parent
+        with contextlib.suppress(OSError):  # not empty, or another delete was first
+            while len(str(parent)) > len(self._root):
+                parent.rmdir()
+                self._durable.discard(str(parent))
+                parent = parent.parent
 
 
 @contextlib.contextmanager

@@ -10,15 +10,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dcr_store.errors import InvalidInputError, NotFoundError, StorageError
+from dcr_store.objects import local
 from dcr_store.objects.keys import SCRATCH
 from dcr_store.objects.open import open_objects
 from dcr_store.objects.probe import probe
+from dcr_store.objects.retry import RetryPolicy
 
 WRITER = """if True:
     import sys
@@ -248,3 +252,42 @@ def test_other_protocols_are_refused(url: str) -> None:
 def test_options_that_are_not_taken_are_refused(url: str) -> None:
     with pytest.raises(InvalidInputError, match="no storage options"):
         open_objects(url, {"key": "a"})
+
+
+def test_a_link_whose_directory_cannot_be_synced_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = open_objects(tmp_path, retry=RetryPolicy(first_delay_s=0.001))
+    objects.put("log/0.json", b"zero")
+    sync, failures = local._sync_directory, []
+
+    def fail_once(directory: Path) -> None:
+        if not failures:
+            failures.append(directory)
+            raise OSError(errno.EIO, "Input/output error")
+        sync(directory)
+
+    monkeypatch.setattr(local, "_sync_directory", fail_once)
+    assert objects.put_if_absent("log/1.json", b"one") is True
+    assert failures
+    assert objects.get("log/1.json") == b"one"
+    assert objects.put_if_absent("log/1.json", b"other") is False
+
+
+def test_looking_is_retried_on_a_stale_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = open_objects(tmp_path, retry=RetryPolicy(first_delay_s=0.001))
+    objects.put("a/b", b"12")
+    scandir, lstat, stale = os.scandir, os.lstat, {"scandir", "lstat"}
+
+    def once(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*args: Any, **options: Any) -> Any:
+            if name in stale:
+                stale.discard(name)
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return call(*args, **options)
+
+        return look
+
+    monkeypatch.setattr(os, "scandir", once("scandir", scandir))
+    monkeypatch.setattr(os, "lstat", once("lstat", lstat))
+    assert objects.list("a/") == {"a/b": 2}
+    assert objects.size("a/b") == 2
+    assert not stale
