@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from dcr_store.ports import ObjectStore
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -65,12 +64,3 @@ def _first(window: deque[Future[R]]) -> R:
         if not running or running[0] is not window[0]:
             return window.popleft().result()
         wait(running, return_when=FIRST_COMPLETED)
-
-
-def get_many(objects: ObjectStore, keys: Iterable[str], *, n_parallel: int = N_PARALLEL) -> dict[str, bytes]:
-    """Return key → bytes of whole objects, fetched in parallel; ``NotFoundError`` if one is missing.
-
-    Everything is held in memory: meant for records and other small objects.
-    """
-    wanted = list(dict.fromkeys(keys))
-    return dict(zip(wanted, map_bounded(objects.get, wanted, n_parallel=n_parallel), strict=True))

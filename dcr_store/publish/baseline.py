@@ -27,7 +27,7 @@ from dcr_store.codec.digest import crc64
 from dcr_store.codec.portable import Codec
 from dcr_store.errors import ConflictError, DcrError, IntegrityError, StorageError
 from dcr_store.format import canonical
-from dcr_store.format.documents import SPACES, Base
+from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import Bits, width
 from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import Table
@@ -300,10 +300,6 @@ class Baseline:
         temporary.write_bytes(canonical.encode(state))
         temporary.replace(self.directory / _STATE)
         events.reached("baseline.noted", located.name)
-
-    def base(self) -> Base | None:
-        """Return the version that the files hold, as far as this process knows."""
-        return None if self._located is None else self._located.base
 
     def close(self) -> None:
         """Release the lock; remove a temporary directory."""

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dcr_store.errors import NotFoundError
-from dcr_store.objects.open import open_objects
-from dcr_store.objects.transfer import get_many, map_bounded
+from dcr_store.objects.transfer import map_bounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,17 +90,6 @@ def test_an_error_of_the_items_is_raised() -> None:
 
     with pytest.raises(KeyError, match="items"):
         list(map_bounded(lambda i: i, items()))
-
-
-def test_get_many() -> None:
-    objects = open_objects("memory://get-many")
-    for i in range(40):
-        objects.put(f"k/{i}", b"%d" % i)
-    keys = [f"k/{i}" for i in (3, 1, 39, 3)]
-    assert list(get_many(objects, keys).items()) == [("k/3", b"3"), ("k/1", b"1"), ("k/39", b"39")]
-    assert get_many(objects, []) == {}
-    with pytest.raises(NotFoundError, match="k/40"):
-        get_many(objects, ["k/1", "k/40"])
 
 
 def test_no_window_is_refused() -> None:
