@@ -14,8 +14,8 @@ def register(verbs: Verbs) -> None:
         "demo",
         help="train a small policy and publish every step",
         description=(
-            "Train a small policy on this machine and publish every step; another process pulls each version and samples "
-            "from it. A store that the demo made is continued, any other is refused. Needs dcr-store[demo]."
+            "Train a small policy on this machine and publish every step; another process pulls each version and "
+            "samples from it. A store that the demo made is continued, any other is refused. Needs dcr-store[demo]."
         ),
     )
     parser.add_argument(
