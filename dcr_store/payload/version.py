@@ -6,7 +6,7 @@ that names its key. Partitions are fetched on request and not kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES, Array, JournalEntry, Manifest, ObjectRef, Partition, Seal
 from dcr_store.format.names import TransactionKeys, layout_key, version_name
 from dcr_store.layout.layout import Layout
+from dcr_store.objects.transfer import map_bounded
 from dcr_store.payload import contributions, shard
 from dcr_store.ports import ObjectStore
 
@@ -51,6 +52,13 @@ def fetch(objects: ObjectStore, ref: ObjectRef) -> bytes:
             "a document refers to it with a wrong length", key=ref.key, expected=ref.nbytes, found=len(data)
         )
     return data
+
+
+def fetch_all(objects: ObjectStore, refs: Sequence[ObjectRef]) -> list[bytes]:
+    """Return several objects, fetched side by side where that saves waiting; errors are those of ``fetch``."""
+    if objects.is_local or len(refs) < 2:
+        return [fetch(objects, ref) for ref in refs]
+    return list(map_bounded(lambda ref: fetch(objects, ref), refs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +140,15 @@ def read_manifest(objects: ObjectStore, ref: ObjectRef) -> Manifest:
 
 def read_tables(objects: ObjectStore, manifest: Manifest, layout: Layout, chunk_elements: int) -> dict[str, Table]:
     """Read the digest tables of a version and prove them by its root."""
-    tables: dict[str, Table] = {}
+    refs = _table_refs(manifest, layout)
+    return _tables(manifest, layout, chunk_elements, dict(zip(refs, fetch_all(objects, [*refs.values()]), strict=True)))
+
+
+def _table_refs(manifest: Manifest, layout: Layout) -> dict[str, ObjectRef]:
+    """Return the objects of the digest tables of the spaces that have one."""
+    refs: dict[str, ObjectRef] = {}
     for space in SPACES:
-        n_chunks = -(-layout.spaces[space] // chunk_elements)
-        if n_chunks == 0:
-            tables[space] = np.empty(0, np.uint64)
+        if layout.spaces[space] == 0:
             continue
         if space not in manifest.digests:
             raise FormatError(
@@ -145,10 +157,18 @@ def read_tables(objects: ObjectStore, manifest: Manifest, layout: Layout, chunk_
                 expected=space,
                 found=sorted(manifest.digests),
             )
-        ref = manifest.digests[space].table
-        data = fetch(objects, ref)
+        refs[space] = manifest.digests[space].table
+    return refs
+
+
+def _tables(manifest: Manifest, layout: Layout, chunk_elements: int, stored: Mapping[str, bytes]) -> dict[str, Table]:
+    """Decode the digest tables of a version and prove them by its root."""
+    tables: dict[str, Table] = {}
+    for space in SPACES:
+        n_chunks, data = layout.n_chunks(space, chunk_elements), stored.get(space, b"")
         if len(data) != 8 * n_chunks:
-            raise FormatError("the digest table is too short", key=ref.key, expected=8 * n_chunks, found=len(data))
+            key = manifest.digests[space].table.key
+            raise FormatError("the digest table is too short", key=key, expected=8 * n_chunks, found=len(data))
         tables[space] = np.frombuffer(data, "<u8").astype(np.uint64, copy=False)
     found = root_of(layout, tables, chunk_elements)
     if found != manifest.root:
@@ -201,10 +221,9 @@ def read_contents(objects: ObjectStore, manifest: Manifest, layout: Layout, chun
         If an object is missing, damaged, or does not belong to this version.
     """
     seals: list[tuple[JournalEntry, Seal]] = []
-    touched: dict[str, dict[int, tuple[int, int]]] = {space: {} for space in SPACES}
     partitions: list[SealedPartition] = []
-    for seal_ref in manifest.seals:
-        entry = JournalEntry.from_bytes(fetch(objects, seal_ref.ref), seal_ref.ref.key)
+    for seal_ref, data in zip(manifest.seals, fetch_all(objects, [seal.ref for seal in manifest.seals]), strict=True):
+        entry = JournalEntry.from_bytes(data, seal_ref.ref.key)
         named = (entry.line, entry.txid, entry.attempt, entry.writer, entry.incarnation)
         expected = (manifest.line, manifest.txid, manifest.attempt, seal_ref.writer, seal_ref.incarnation)
         if named != expected or entry.seal is None:
@@ -213,21 +232,28 @@ def read_contents(objects: ObjectStore, manifest: Manifest, layout: Layout, chun
         for array in entry.seal.arrays:
             _check_array(array, layout, chunk_elements, seal_ref.ref.key)
         partitions += sealed_partitions(manifest, entry)
-        ref = entry.seal.contributions
-        for space, chunk, mask, overwrite, _ in contributions.by_chunk(
-            contributions.decode(fetch(objects, ref), ref.key)
-        ):
-            if chunk >= layout.n_chunks(space, chunk_elements):
-                raise FormatError(
-                    f"contributes to a chunk past the end of {space}",
-                    key=ref.key,
-                    expected=f"below {layout.n_chunks(space, chunk_elements)}",
-                    found=chunk,
-                )
-            before = touched[space].get(chunk, (0, 0))
-            touched[space][chunk] = before[0] ^ mask, before[1] ^ overwrite
-    tables = read_tables(objects, manifest, layout, chunk_elements)
-    return VersionContents(manifest, layout, tuple(seals), tables, touched, tuple(partitions))
+    contributed, tables = [seal.contributions for _, seal in seals], _table_refs(manifest, layout)
+    stored = fetch_all(objects, [*contributed, *tables.values()])
+    touched: dict[str, dict[int, tuple[int, int]]] = {space: {} for space in SPACES}
+    for ref, data in zip(contributed, stored, strict=False):
+        _add_contributions(touched, data, ref.key, layout, chunk_elements)
+    digests = _tables(manifest, layout, chunk_elements, dict(zip(tables, stored[len(contributed) :], strict=True)))
+    return VersionContents(manifest, layout, tuple(seals), digests, touched, tuple(partitions))
+
+
+def _add_contributions(
+    touched: dict[str, dict[int, tuple[int, int]]], data: bytes, key: str, layout: Layout, chunk_elements: int
+) -> None:
+    for space, chunk, mask, overwrite, _ in contributions.by_chunk(contributions.decode(data, key)):
+        if chunk >= layout.n_chunks(space, chunk_elements):
+            raise FormatError(
+                f"contributes to a chunk past the end of {space}",
+                key=key,
+                expected=f"below {layout.n_chunks(space, chunk_elements)}",
+                found=chunk,
+            )
+        before = touched[space].get(chunk, (0, 0))
+        touched[space][chunk] = before[0] ^ mask, before[1] ^ overwrite
 
 
 def _check_array(array: Array, layout: Layout, chunk_elements: int, key: str) -> None:

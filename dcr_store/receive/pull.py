@@ -251,7 +251,7 @@ def _bring(
     catalog: Catalog, goal: Located, contents: VersionContents, files: Structure, root: Path, situation: _Situation
 ) -> Outcome:
     held = next((item for item in situation.held if item.name == situation.previous), None)
-    old = [structure.structure_of(catalog.objects, catalog.contents(item)) for item in situation.held]
+    old = [_structure_of(catalog, item, contents, files) for item in situation.held]
     _remove_unnamed(catalog, root, files, situation)
     dirty = Marker(
         "dirty",
@@ -299,6 +299,14 @@ def _remove_unnamed(catalog: Catalog, root: Path, files: Structure, situation: _
     if situation.abandoned is not None:
         base = [item for item in situation.held if item.name == situation.previous]
         leftovers.remove_left(catalog, root, files, [situation.abandoned], but_not=base)
+
+
+def _structure_of(catalog: Catalog, located: Located, goal: VersionContents, goal_files: Structure) -> Structure:
+    """Return the files of a version, which mostly are the wanted ones."""
+    contents = catalog.contents(located)
+    if contents.layout is goal.layout and contents.manifest.files == goal.manifest.files:
+        return goal_files
+    return structure.structure_of(catalog.objects, contents)
 
 
 def _in_place(

@@ -18,7 +18,7 @@ from dcr_store.errors import DcrError, FormatError, InvalidInputError, StorageEr
 from dcr_store.format import canonical
 from dcr_store.format.documents import CheckpointFile
 from dcr_store.layout.layout import Layout
-from dcr_store.payload.version import VersionContents, fetch
+from dcr_store.payload.version import VersionContents, fetch, fetch_all
 from dcr_store.ports import ObjectStore
 from dcr_store.targets.directory import WeightFile
 from dcr_store.targets.file_map import FileMap
@@ -52,7 +52,9 @@ def structure_of(objects: ObjectStore, contents: VersionContents) -> Structure:
     files = contents.manifest.files
     if not files:
         return Structure((single_file(contents.layout),), ())
-    weights = tuple(WeightFile(f.path, fetch(objects, f.ref), f.nbytes) for f in files if f.kind == "weights")
+    wanted = [file for file in files if file.kind == "weights"]
+    headers = fetch_all(objects, [file.ref for file in wanted])
+    weights = tuple(WeightFile(f.path, header, f.nbytes) for f, header in zip(wanted, headers, strict=True))
     try:
         FileMap.of(contents.layout, [(w.path, parse_header(w.header, w.nbytes, w.path)) for w in weights])
     except InvalidInputError as error:
