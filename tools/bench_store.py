@@ -314,33 +314,31 @@ def peak_of(command: list[str]) -> tuple[float, int]:
     return time.perf_counter() - start_s, peak
 
 
-def write_checkpoint(directory: Path, nbytes: int, xor_from: float) -> None:
-    """Write an HF directory of 1 GiB files; the share ``1 - xor_from`` of all elements is another one than at 1."""
+def write_checkpoint(directory: Path, nbytes: int, bits: U16) -> None:
+    """Write an HF directory of files of 1 GiB, and tensors of 64 MiB, that repeat `bits`."""
     directory.mkdir()
-    old, stepped = made(BLOCK, 0.01)
-    if xor_from == 0:
-        stepped = stepped ^ np.uint16(0x0101)
-    block = old if xor_from == 1 else stepped
     n_files = max(1, nbytes >> 30)
-    per_file = nbytes // n_files // block.nbytes
+    n_tensors = nbytes // n_files // (64 * MIB)
     for i in range(n_files):
-        header = make_header([(f"model.layers.{i}.{j}.weight", "BF16", (8192, 4096)) for j in range(per_file)])
+        header = make_header([(f"model.layers.{i}.{j}.weight", "BF16", (8192, 4096)) for j in range(n_tensors)])
         with (directory / f"model-{i + 1:05d}-of-{n_files:05d}.safetensors").open("wb") as file:
             file.write(header)
-            for j in range(per_file):
-                file.write(np.roll(block, 4099 * (i * per_file + j)).data)
+            for _ in range(n_tensors * 64 * MIB // bits.nbytes):
+                file.write(bits.data)
 
 
 def measure_memory(n_gib: float, limit_nbytes: int) -> int:
     report = Report(f"Peak anonymous memory of the command line, checkpoint of {n_gib:g} GiB")
     nbytes = int(n_gib * 1024) << 20
     cli = [sys.executable, "-m", "dcr_store"]
+    first, second = made(4 * CHUNK, 0.01)
     with temporary() as directory:
         store, target, baseline = (str(directory / name) for name in ("store", "target", "baseline"))
         subprocess.run([*cli, "init", store], check=True, stdout=subprocess.DEVNULL)
-        for what, changed in (("anchor", 1.0), ("1 % changed", 0.99), ("100 % changed", 0.0)):
+        third = second ^ np.random.default_rng(1).integers(1, 1 << 16, len(second), np.uint16)
+        for what, bits in (("anchor", first), ("1 % changed", second), ("100 % changed", third)):
             checkpoint = directory / "checkpoint"
-            write_checkpoint(checkpoint, nbytes, changed)
+            write_checkpoint(checkpoint, nbytes, bits)
             for verb, command in (
                 ("publish", [*cli, "publish", store, str(checkpoint), "--baseline", baseline]),
                 ("pull", [*cli, "pull", store, target]),
