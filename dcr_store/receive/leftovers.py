@@ -19,7 +19,7 @@ from dcr_store.errors import DcrError, StorageError
 from dcr_store.format import canonical
 from dcr_store.receive import structure
 from dcr_store.receive.structure import Structure
-from dcr_store.targets.checkpoint_listing import SUFFIX, is_index
+from dcr_store.targets.checkpoint_listing import SUFFIX, holds_store, is_index
 from dcr_store.targets.paths import OWN_DIRECTORY, fsync_directory, path_inside
 from dcr_store.versions.catalog import Catalog, Located
 
@@ -90,12 +90,15 @@ def clear_own(root: Path) -> None:
 
 
 def _others(root: Path, goal: Structure) -> set[str]:
-    """Return the relative paths of all regular files in a directory but those of `goal`."""
+    """Return the relative paths of all regular files in a directory but those of `goal` and of stores."""
     found = set()
     for parent, directories, files in os.walk(root, onerror=_refuse):
         place = Path(parent).relative_to(root)
         if place == Path():
             directories[:] = [name for name in directories if name != OWN_DIRECTORY]
+        if holds_store(root / place):
+            directories.clear()
+            continue
         found |= {(place / name).as_posix() for name in files if not (root / place / name).is_symlink()}
     return found - set(goal.paths())
 

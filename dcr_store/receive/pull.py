@@ -124,9 +124,9 @@ def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, 
         root.mkdir(parents=True, exist_ok=True)
         root = root.resolve()
         is_new = not any(root.iterdir())
+        is_ours = (root / OWN_DIRECTORY).is_dir()
     except OSError as error:
         raise StorageError(f"cannot be made or read: {error.strerror}", key=str(root)) from error
-    is_ours = (root / OWN_DIRECTORY).is_dir()
     try:
         # What may be refused is refused before anything of ours is in the directory.
         situation = None if is_ours else _examine(catalog, goal, goal_files, root, force=force, is_ours=False)

@@ -43,7 +43,7 @@ def whole_requests(seaweed: SeaweedS3) -> Iterator[FaultProxy]:
     """A proxy before the S3 server that passes on whole requests only.
 
     SeaweedFS takes a request whose sender dies before the body for one with an empty body, and stores that; S3 itself
-    stores nothing. ``test_a_put_cut_off_before_its_body`` has the server alone.
+    stores nothing. See ``test_puts_say_what_their_body_is``.
     """
     with FaultProxy(seaweed.endpoint_url) as proxy:
         yield proxy

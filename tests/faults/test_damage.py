@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from faults.scenes import OCCURRENCES, Place, assert_checkpoint, seeded
 from states import assert_same, write_hf
 
-from dcr_store.errors import DcrError
+from dcr_store.errors import DcrError, IntegrityError
 from dcr_store.history.report import VerifyReport
 from dcr_store.objects.open import open_objects
-from dcr_store.publish import partitions
+from dcr_store.publish import committing, partitions
 from dcr_store.store import Store
 
 Array = np.ndarray
@@ -189,3 +191,44 @@ def test_no_damage_goes_unnoticed(scratch: Path, monkeypatch: pytest.MonkeyPatch
         sound.put({key: sound.objects[key] for key in damage.contents})
     assert not failures, f"{len(failures)} of {len(chosen)}:\n" + "\n".join(failures[:40])
     assert sound.place.open().verify(deep=True).ok
+
+
+def test_a_version_that_is_defective_though_every_object_is_whole(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken publisher sealed a mask that does not lead where the digest table says."""
+    real = committing.new_tables
+
+    def wrong(*arguments: Any) -> Any:
+        tables = real(*arguments)
+        if arguments[1] is not None:
+            tables["u32"][1] ^= np.uint64(1)
+        return tables
+
+    sound = Sound(Place(f"memory://defective-{secrets.token_hex(8)}"))
+    store = sound.place.create(chunk_elements=64)
+    states = list(small_states(2))
+    sound.publish(store, scratch / "checkpoints", states[0], 1)
+    monkeypatch.setattr(committing, "new_tables", wrong)
+    sound.publish(store, scratch / "checkpoints", states[1], 1)
+    monkeypatch.undo()
+    store.close()
+    target = scratch / "target"
+    sound.place.open().pull(target, "main@0")
+    before = (target / "model.safetensors").read_bytes()
+    for read in (
+        lambda: sound.place.open().read("main@1"),
+        lambda: sound.place.open().read("main@1", ["b.weight"]),
+        lambda: sound.place.open().pull(target, "main@1"),
+        lambda: sound.place.open().checkout("main@1", scratch / "new"),
+    ):
+        with pytest.raises(IntegrityError, match="defective in chunk 1 of u32") as caught:
+            read()
+        assert caught.value.key == "main@1"
+    header = json.loads(before[8 : 8 + int.from_bytes(before[:8], "little")])
+    start = 8 + int.from_bytes(before[:8], "little") + header["b.weight"]["data_offsets"][0] + 4 * 64
+    assert (target / "model.safetensors").read_bytes()[start : start + 4 * 64] == before[start : start + 4 * 64]
+    assert_same(sound.place.open().read("main@1", ["a.weight"]), {"a.weight": states[1]["a.weight"]})
+    assert {problem.key for problem in sound.place.open().verify(deep=True).problems} == {"main@1"}
+    sound.place.open().pull(target, "main@0")
+    assert_checkpoint(target, sound.checkpoints[0])
