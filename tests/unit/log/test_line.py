@@ -388,10 +388,11 @@ class TestHintAndCheckpoint:
         objects.put(checkpoint_key("two", 16), objects.get(checkpoint_key("one", 16)))
         assert opened(objects, "two").refresh() == two.state
 
-    def test_a_checkpoint_that_says_something_else_is_ignored(self, objects: Watched) -> None:
-        """Whole by its own SHA-256, but of another history: the records decide."""
+    @pytest.mark.parametrize("n", [8, 12])
+    def test_a_checkpoint_that_says_something_else_is_ignored(self, objects: Watched, n: int) -> None:
+        """Whole by its own SHA-256, but of another history: the records decide, also where none comes after it."""
         log = opened(objects)
-        publish(log, 12)
+        publish(log, n)
         other = Watched(open_objects(f"memory://{secrets.token_hex(8)}/store"))
         log_of_other = opened(other)
         for _ in range(8):
