@@ -22,7 +22,7 @@ import numpy as np
 from dcr_store.errors import InvalidInputError, NotFoundError, StorageError
 from dcr_store.targets.chunks import check_chunk
 from dcr_store.targets.file_bytes import read_exactly, write_exactly
-from dcr_store.targets.file_map import FileMap, SpaceMap
+from dcr_store.targets.file_map import FileMap, Transfer
 from dcr_store.targets.paths import existing_directory, fsync_directory, path_inside
 from dcr_store.targets.safetensors_file import parse_header
 
@@ -140,18 +140,20 @@ class DirectoryTarget:
             If a file is missing or shorter than its header says: see `check` and `restore_headers`.
         """
         start, stop = check_chunk(self.layout, space, chunk, out, self.chunk_elements, writable=True)
-        out[:] = 0
-        self._read(self._map.first[space], start, stop, out)
+        transfers = self._map.first[space].transfers(start, stop)
+        if sum(last - first for transfer in transfers for first, last in transfer.parts) < out.nbytes:
+            out[:] = 0
+        self._read(transfers, out)
         if self._map.others[space]:
             copies = [out]
             for other_map in self._map.others[space]:
                 copies.append(out.copy())
-                self._read(other_map, start, stop, copies[-1])
+                self._read(other_map.transfers(start, stop), copies[-1])
             _spoil_where_copies_differ(copies)
 
-    def _read(self, space_map: SpaceMap, start: int, stop: int, out: Bits) -> None:
+    def _read(self, transfers: Iterable[Transfer], out: Bits) -> None:
         data = out.view(np.uint8).data
-        for file, offset, parts in space_map.transfers(start, stop):
+        for file, offset, parts in transfers:
             fd = self._reader(file).fileno()
             read_exactly(fd, offset, [data[first:last] for first, last in parts], str(self._places[file]))
 
