@@ -14,6 +14,10 @@ __version__ = "0.1.0"
 __all__ = ["Store", "__version__", "create", "open"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> object:
     if name in ("Store", "create", "open"):
         from dcr_store import store

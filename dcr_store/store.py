@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from dcr_store.errors import ConflictError, InvalidInputError, NotFoundError
+from dcr_store.errors import ConflictError, InvalidInputError, NotFoundError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import CODECS, StoreDocument
 from dcr_store.format.fields import now
@@ -76,7 +76,11 @@ def create(
     objects = open_objects(url, storage_options)
     if objects.size(STORE_KEY) is not None:
         raise ConflictError("there is a store already; open it, or choose another place", key=objects.url)
-    probe(objects)
+    _check_place(objects)
+    try:
+        probe(objects)
+    except StorageError as error:
+        raise StorageError(f"cannot hold a store: {error.args[0]}", key=objects.url) from error
     document = StoreDocument(new_txid(), codec, chunk_elements, now())
     if not objects.put_if_absent(STORE_KEY, document.to_bytes()):
         raise ConflictError("somebody else has just created a store there; open it", key=objects.url)
@@ -99,6 +103,24 @@ def open(url: Url, *, storage_options: Mapping[str, Any] | None = None) -> Store
     except NotFoundError as error:
         raise NotFoundError("there is no store here; create one with: dcr init STORE", key=objects.url) from error
     return Store(objects, StoreDocument.from_bytes(data), canonical.sha256(data))
+
+
+def _check_place(objects: ObjectStore) -> None:
+    """Refuse the remains of a store, and a checkpoint."""
+    names = objects.list_names("")
+    if remains := sorted({"layouts", "log", "versions"} & set(names)):
+        raise ConflictError(
+            "there are the remains of a store; restore its dcr.json from a copy, or choose another place",
+            key=objects.url,
+            expected="nothing",
+            found=", ".join(remains),
+        )
+    if weights := [name for name in names if name.endswith(".safetensors")]:
+        raise InvalidInputError(
+            "this is a checkpoint, not a place for a store; were the arguments swapped?",
+            key=objects.url,
+            found=weights[0],
+        )
 
 
 class Store:
@@ -204,6 +226,9 @@ class Store:
             return held, held.close
         with self._lock:
             kept = self._baselines.pop(line, None)
+        if kept is not None and not kept.is_of_this_process:
+            kept.close()
+            kept = None
         held = kept or Baseline(None, self.store_id, line, self.chunk_elements)
 
         def release() -> None:

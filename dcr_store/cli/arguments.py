@@ -83,6 +83,13 @@ def _store_url(text: str) -> str:
     return url
 
 
+def directory_name(text: str) -> str:
+    """Return a path as given; the empty one is a usage error: an unset variable must not mean this directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, found nothing")
+    return text
+
+
 def add_store(parser: argparse.ArgumentParser) -> None:
     """Add the positional STORE and ``--storage-option``."""
     parser.add_argument(

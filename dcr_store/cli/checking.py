@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dcr_store.cli import progress, render
-from dcr_store.cli.arguments import Verbs, add_json, add_store, open_store
+from dcr_store.cli.arguments import Verbs, add_json, add_store, directory_name, open_store
 from dcr_store.cli.output import json_to_stdout, to_stdout
 
 
@@ -25,6 +25,7 @@ def register(verbs: Verbs) -> None:
     parser.add_argument(
         "--against",
         metavar="DIR",
+        type=directory_name,
         help="compare the files in DIR with VERSION (default: the head of main), bit for bit; with --deep check the "
         "version in the store as well",
     )

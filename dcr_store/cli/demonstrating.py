@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 
 from dcr_store.cli.arguments import Verbs, add_json, natural
@@ -32,6 +33,8 @@ def demo(arguments: argparse.Namespace) -> int:
 
     from dcr_store.demo.run import run
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a row as soon as it is known, into pipes and files too
     # With --json, standard output belongs to the document.
     console = Console(stderr=arguments.json, quiet=arguments.json and not sys.stderr.isatty())
     return run(arguments.store, arguments.steps, as_json=arguments.json, console=console)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dcr_store.cli import progress, render
-from dcr_store.cli.arguments import Pairs, Verbs, add_json, add_store, natural, open_store, scalar
+from dcr_store.cli.arguments import Pairs, Verbs, add_json, add_store, directory_name, natural, open_store, scalar
 from dcr_store.cli.output import json_to_stdout, to_stdout
+from dcr_store.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from dcr_store.store import Store
+    from dcr_store.versions.info import VersionInfo
 
 
 def register(verbs: Verbs) -> None:
@@ -39,7 +47,12 @@ def register(verbs: Verbs) -> None:
         description="Publish a checkpoint (a directory of safetensors files) as the next version of a line.",
     )
     add_store(parser)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="directory of the checkpoint")
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=directory_name,
+        help="an HF directory of safetensors files, or one such file",
+    )
     parser.add_argument("--line", metavar="L", default="main", help="line to publish on (default main)")
     parser.add_argument("--message", metavar="M", help="what this version is, for people")
     parser.add_argument(
@@ -51,7 +64,9 @@ def register(verbs: Verbs) -> None:
     parser.add_argument(
         "--baseline",
         metavar="DIR",
-        help="keep the published bits in DIR, so that the next publish need not read them back",
+        type=directory_name,
+        help="keep the published bits in DIR, so that the next publish need not read them back (default: .dcr-baseline "
+        "beside CHECKPOINT)",
     )
     parser.add_argument(
         "--owner", metavar="O", help="run id; who publishes again under the same one takes up what it left unfinished"
@@ -90,21 +105,47 @@ def init(arguments: argparse.Namespace) -> int:
 
 def publish(arguments: argparse.Namespace) -> int:
     """Publish a checkpoint."""
+    # Not resolved: beside a link means beside the link.
+    checkpoint = Path(os.path.abspath(arguments.checkpoint))  # noqa: PTH100
+    if not checkpoint.exists():
+        raise NotFoundError("there is no such checkpoint; check the path", key=arguments.checkpoint)
     with open_store(arguments) as store, progress.shown():
+        beside = checkpoint.parent / ".dcr-baseline" / f"{store.store_id[:16]}-{arguments.line}"
         transaction = store.begin(
             arguments.line,
             message=arguments.message,
             metadata=arguments.meta,
             owner=arguments.owner,
             takeover=arguments.takeover,
-            baseline=arguments.baseline,
+            baseline=arguments.baseline or beside,
         )
         with transaction:
             summary = transaction.write_checkpoint(arguments.checkpoint)
             version = transaction.commit()
+        note = _layout_change(store, version)
     if arguments.json:
         left_out = [{"path": path, "reason": reason} for path, reason in summary.left_out]
         json_to_stdout({**version.to_json(), "left_out": left_out})
     else:
-        to_stdout(render.published(version, summary.left_out))
+        to_stdout(render.published(version, summary.left_out, note))
     return 0
+
+
+def _layout_change(store: Store, version: VersionInfo) -> str | None:
+    """Say why a version that is not a line's first is stored whole: which tensors are not those of the one before."""
+    line, _, number = version.version.rpartition("@")
+    if version.base is not None or number == "0":
+        return None
+    before = {name: rest for name, *rest in store.show(f"{line}@{int(number) - 1}").tensors}
+    now = {name: rest for name, *rest in store.show(version.version).tensors}
+    changes = {
+        "gone": [name for name in before if name not in now],
+        "new": [name for name in now if name not in before],
+        "of another dtype or shape": [name for name in now if name in before and now[name] != before[name]],
+    }
+    told = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        for what, names in changes.items()
+        if names
+    ]
+    return f"its tensors are not those of {line}@{int(number) - 1}: {'; '.join(told) or 'other ties'}"

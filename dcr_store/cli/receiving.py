@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from dcr_store.cli import progress, render
-from dcr_store.cli.arguments import Verbs, add_json, add_store, open_store
+from dcr_store.cli.arguments import Verbs, add_json, add_store, directory_name, open_store
 from dcr_store.cli.output import json_to_stdout, to_stdout
 
 if TYPE_CHECKING:
@@ -20,12 +20,14 @@ def register(verbs: Verbs) -> None:
         help="write a version into a directory",
         description=(
             "Write a version, with all files of its checkpoint, into a directory: a new one, an empty one, or one that "
-            "holds another version of the store. Refuses one that holds anything else."
+            "holds another version of the store. Refuses one with other weights, or other files at the same paths."
         ),
     )
     add_store(parser)
     parser.add_argument("version", metavar="VERSION", help="the version")
-    parser.add_argument("directory", metavar="DIR", help="directory of the checkpoint; created if there is none")
+    parser.add_argument(
+        "directory", metavar="DIR", type=directory_name, help="directory of the checkpoint; created if there is none"
+    )
     _add_force(parser)
     add_json(parser)
     parser.set_defaults(run=checkout)
@@ -39,7 +41,9 @@ def register(verbs: Verbs) -> None:
         ),
     )
     add_store(parser)
-    parser.add_argument("directory", metavar="DIR", help="directory of the checkpoint; created if there is none")
+    parser.add_argument(
+        "directory", metavar="DIR", type=directory_name, help="directory of the checkpoint; created if there is none"
+    )
     parser.add_argument("--version", metavar="VERSION", help="the version (default: the newest of main)")
     _add_force(parser)
     add_json(parser)

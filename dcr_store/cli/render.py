@@ -120,13 +120,15 @@ def log(versions: Sequence[VersionInfo]) -> str:
     return table(header, rows, right="changed rate stored")
 
 
-def published(version: VersionInfo, left_out: Sequence[tuple[str, str]]) -> str:
+def published(version: VersionInfo, left_out: Sequence[tuple[str, str]], note: str | None = None) -> str:
     """Return what a publish did."""
     base = f"on {version.base}" if version.base else "stored whole"
     lines = [
         f"published {version.version}, {base}, root {version.root[:ROOT_DIGITS]}",
         f"  {changes(version.changed, version.elements)} changed, {nbytes(version.nbytes)} stored",
     ]
+    if note is not None:
+        lines.append(f"  {escape(note)}")
     lines += [f"  left out {escape(path)}: {escape(reason)}" for path, reason in left_out]
     return "\n".join(lines)
 

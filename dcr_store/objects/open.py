@@ -56,7 +56,9 @@ def open_objects(
         try:
             from dcr_store.objects.s3 import S3Objects
         except ImportError as error:
-            raise StorageError(f'{text!r} needs s3fs, which is not here: pip install "dcr-store[s3]"') from error
+            raise StorageError(
+                f'{text!r} needs the extra s3, which is not here: pip install s3fs "aiobotocore>=2.18"'
+            ) from error
         return S3Objects(text, storage_options, retry)
     if protocol not in (None, "file", "local", "memory"):
         raise InvalidInputError(

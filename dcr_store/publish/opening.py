@@ -16,7 +16,7 @@ from dcr_store.format.names import new_txid, version_name
 from dcr_store.format.records import Abort, Begin, Record, Resume
 from dcr_store.log.fold import LineState, OpenTransaction
 from dcr_store.log.line import LineLog
-from dcr_store.publish.owner import is_dead
+from dcr_store.publish.owner import describe, is_dead
 
 WRITER: Final = "w0"
 # Transactions of this process that somebody still works on: their owner is alive, whatever else its name says.
@@ -116,10 +116,10 @@ def _decide_begin(state: LineState, intent: Intent, check_base: Callable[[LineSt
     if not (intent.takeover or ours or is_dead(pending.owner)):
         raise ConflictError(
             f"another publisher has the transaction for {version_name(state.line, pending.version)} open since "
-            f"{pending.created_at}; wait for it, or take over if you know that it is dead (--takeover)",
+            f"{pending.created_at}; wait for it, or take over if you know that it is dead (takeover)",
             key=state.line,
             expected="no open transaction",
-            found=f"owner {pending.owner}",
+            found=f"owner {describe(pending.owner)}",
         )
     same = (pending.message, pending.metadata) == (intent.message, dict(intent.metadata))
     if same and pending.writers == (WRITER,):

@@ -25,6 +25,12 @@ def default_owner() -> str:
     return _default_owner(os.getpid())
 
 
+def describe(owner: str) -> str:
+    """Return an owner for people: of a process, its id and host."""
+    parts = owner.split(":")
+    return f"process {parts[4]} on {parts[1]}" if len(parts) == 7 and parts[0] == "process" else owner
+
+
 def is_dead(owner: str) -> bool:
     """Whether `owner` is a process of this machine, boot and pid namespace that does not exist any more.
 

@@ -1,11 +1,13 @@
 """What belongs to a checkpoint in a directory, found by names, sizes and the index; tensors are not looked at.
 
-Refuses directories without safetensors, sets with a file missing, indexes that disagree with the files, and paths that
-cannot be stored; says what was found and what to do.
+Refuses directories without safetensors, sets with a file missing, indexes that disagree with the files, stores, and
+paths that cannot be stored; says what was found and what to do. A store inside the directory is left out: as files of a
+version its objects would be removed when that version is.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections import defaultdict
@@ -16,11 +18,13 @@ from typing import Final
 
 from dcr_store.errors import FormatError, InvalidInputError, StorageError
 from dcr_store.format import canonical
+from dcr_store.format.names import STORE_KEY
 from dcr_store.layout.dtypes import shown
 from dcr_store.targets.paths import OWN_DIRECTORY, check_path
 
 MAX_SIDE_NBYTES: Final = 64 << 20
 SUFFIX: Final = ".safetensors"
+_MAX_STORE_NBYTES: Final = 1 << 16
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _SKIPPED: Final = (".git", ".cache")
@@ -61,6 +65,13 @@ def list_checkpoint(root: Path) -> Listing:
     StorageError
         If it cannot be listed.
     """
+    if holds_store(root):
+        raise InvalidInputError(
+            "is a store, and its objects are no files of a checkpoint; give the two a directory each",
+            key=str(root),
+            expected="a checkpoint",
+            found=STORE_KEY,
+        )
     weights: list[str] = []
     side: list[SideFile] = []
     left_out: list[LeftOut] = []
@@ -93,8 +104,12 @@ def _walk(root: Path, below: str, left_out: list[LeftOut]) -> Iterator[tuple[str
             if entry.name in _SKIPPED or entry.name.startswith(OWN_DIRECTORY):
                 continue
             path = check_path(below + entry.name)
-            if entry.is_dir(follow_symlinks=False):
+            if entry.is_dir(follow_symlinks=False) and holds_store(root / path):
+                left_out.append(LeftOut(path, "a store"))
+            elif entry.is_dir(follow_symlinks=False):
                 yield from _walk(root, path + "/", left_out)
+            elif _leads_nowhere(entry):
+                left_out.append(LeftOut(path, "a link to itself"))
             elif entry.is_file():
                 yield path, entry.stat().st_size
             elif entry.is_symlink():
@@ -105,15 +120,40 @@ def _walk(root: Path, below: str, left_out: list[LeftOut]) -> Iterator[tuple[str
         raise StorageError(f"cannot be listed: {error.strerror}", key=str(root / below)) from error
 
 
+def holds_store(directory: Path) -> bool:
+    """Return whether a directory is the root of a store, of whatever format version."""
+    place = directory / STORE_KEY
+    try:
+        if not place.is_file():  # a pipe must not make us wait
+            return False
+        with place.open("rb") as file:
+            canonical.decode_object(file.read(_MAX_STORE_NBYTES), STORE_KEY, "dcr-store")
+    except (OSError, FormatError):
+        return False
+    return True
+
+
+def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a link that leads back to itself."""
+    try:
+        entry.is_file()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return True
+    return False
+
+
 def _no_weights(root: Path, names: list[str]) -> InvalidInputError:
     advice = "give the directory that holds the *.safetensors files"
-    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
+    top = [name for name in names if "/" not in name]
+    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in top):
         advice = "it holds pickled weights: load them and save them again with save_pretrained(safe_serialization=True)"
     elif any(name.endswith(".distcp") for name in names):
         advice = "it holds a torch distributed checkpoint: export it to safetensors first"
     elif nested := sorted({name.rsplit("/", 1)[0] for name in names if "/" in name and name.endswith(SUFFIX)}):
         advice = f"did you mean {' or '.join(str(root / item) for item in nested[:3])}?"
-    found = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    found = ", ".join(sorted(top)[:5]) + (f" and {len(top) - 5} more" if len(top) > 5 else "")
     return InvalidInputError(
         f"has no safetensors files at its top; {advice}",
         key=str(root),

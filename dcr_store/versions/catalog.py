@@ -89,7 +89,8 @@ class Catalog:
             others = [name for name in self.lines() if name != line]
             raise NotFoundError(
                 f"the store {self.objects.url} has no version on line {line!r}; "
-                + (f"other lines: {', '.join(others)}" if others else "nothing has been published yet"),
+                + (f"other lines: {', '.join(others)}" if others else "nothing has been published yet")
+                + (f"; did you mean main@{line}?" if line.isdecimal() else ""),
                 key=line,
             )
         return log

@@ -128,7 +128,7 @@ def replay(
     outcome = Outcome()
     jobs = [job for space in SPACES for job in _jobs(path, space, places[space])]
     read = fetcher or (lambda item: fetch(objects, item.ref))
-    total, done = sum(len(job.chunks) for job in jobs) * path.chunk_elements, 0
+    total, done = sum(len(job.chunks) * width(job.space) for job in jobs) * path.chunk_elements, 0
     with ThreadPoolExecutor(_N_FETCHERS) as fetchers, worker_pool() as workers:
         queue = Prefetch(fetchers, read, [item for job in jobs for group in job.groups for item in group.items])
         try:
@@ -146,7 +146,7 @@ def replay(
                         outcome.chunks_written += task.result()
                     events.reached("replay.group.applied", f"{job.space} {job.chunks[0]}")
                 outcome.chunks_healed += sum(1 for chunk in job.chunks if job.places[chunk] == UNKNOWN)
-                done += len(job.chunks) * path.chunk_elements
+                done += len(job.chunks) * path.chunk_elements * width(job.space)
                 events.progress(f"apply {path.target.name}", done, total)
         finally:
             queue.cancel()
