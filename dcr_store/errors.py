@@ -35,9 +35,7 @@ class DcrError(Exception):
 
     kind: ClassVar[str] = "error"
 
-    def __init__(
-        self, message: str, *, key: str | None = None, expected: object = None, found: object = None
-    ) -> None:
+    def __init__(self, message: str, *, key: str | None = None, expected: object = None, found: object = None) -> None:
         super().__init__(message)
         self.key = key
         self.expected = expected

@@ -117,6 +117,8 @@ def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, 
         If the store is damaged; names the key. The directory can be pulled again.
     """
     started = time.perf_counter()
+    if not os.fspath(directory):
+        raise InvalidInputError("the directory has no name; an unset variable does not mean this directory")
     contents = catalog.contents(goal)
     goal_files = structure.structure_of(catalog.objects, contents)
     root = Path(directory)
