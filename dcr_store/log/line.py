@@ -154,7 +154,16 @@ class LineLog:
         result: list[VersionRow] = []
         for seq in self.state.segments:
             result.extend(self._segment(seq))
-        return [*result, *self.state.rows]
+        result.extend(self.state.rows)
+        n_versions = 0 if self.state.head is None else self.state.head.version + 1
+        if [row.version for row in result] != list(range(n_versions)):
+            raise IntegrityError(
+                "the log's checkpoints leave out a version; delete log checkpoints, they are derived",
+                key=self.line,
+                expected=f"{n_versions} versions",
+                found=f"{len(result)}",
+            )
+        return result
 
     def row(self, version: int) -> VersionRow | None:
         """Return one version, or None if the line has no such version (as of the last refresh)."""

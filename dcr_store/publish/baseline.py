@@ -58,6 +58,7 @@ class Baseline:
     def __init__(self, directory: str | os.PathLike[str] | None, store_id: str, line: str, chunk_elements: int) -> None:
         self.line, self.store_id, self.chunk_elements = line, store_id, chunk_elements
         self._temporary = directory is None
+        self._pid = os.getpid()
         self._healing = threading.Lock()
         self._staged: dict[str, int] = {}
         self._files: SpaceFiles | None = None
@@ -74,7 +75,7 @@ class Baseline:
                 key=str(error.filename or directory),
             ) from error
         if self._temporary:
-            weakref.finalize(self, shutil.rmtree, str(self.directory), ignore_errors=True)
+            weakref.finalize(self, _remove, str(self.directory), self._pid)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -302,13 +303,25 @@ class Baseline:
         events.reached("baseline.noted", located.name)
 
     def close(self) -> None:
-        """Release the lock; remove a temporary directory."""
+        """Release the lock; remove a temporary directory. What a forked process has of them stays its parent's."""
         self.drop_staging()
         self._files = None
         with contextlib.suppress(OSError):
+            if self.is_of_this_process:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
             os.close(self._lock)
         if self._temporary:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            _remove(str(self.directory), self._pid)
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this process made it, and not one that forked it."""
+        return self._pid == os.getpid()
+
+
+def _remove(directory: str, pid: int) -> None:
+    if pid == os.getpid():
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _batches(items: list[tuple[str, int]], n_items: int) -> Iterator[list[tuple[str, int]]]:

@@ -69,6 +69,7 @@ class Transaction:
         self._release = release
         self._keys = TransactionKeys(log.line, pending.version, pending.txid)
         self._state = "open"
+        self._pid = os.getpid()
         self._spoiled: str | None = None  # why what was written is not whole
         self._closed = False
         self._written: dict[str, TensorEntry] = {}
@@ -366,6 +367,7 @@ class Transaction:
 
     def abort(self, reason: str = "aborted by its publisher") -> None:
         """End the transaction without a version. Does nothing if it has ended already."""
+        self._require_own_process()
         if self._state != "open":
             self._close()
             return
@@ -390,7 +392,18 @@ class Transaction:
         finally:
             self._close()
 
+    def _require_own_process(self) -> None:
+        """Refuse to go on in a forked process: it lacks the threads, and the transaction is its parent's."""
+        if os.getpid() != self._pid:
+            raise InvalidInputError(
+                f"the transaction for {self.version} is that of the process that forked this one; begin another one",
+                key=self.txid,
+                expected=f"process {self._pid}",
+                found=f"process {os.getpid()}",
+            )
+
     def _require_open(self) -> None:
+        self._require_own_process()
         if self._state != "open":
             raise InvalidInputError(
                 f"the transaction for {self.version} is {self._state}; begin another one", key=self.txid

@@ -82,12 +82,15 @@ def lock(directory: str | os.PathLike[str]) -> Iterator[None]:
         If the directory cannot be written.
     """
     own = _own_directory(directory, make=True)
+    pid = os.getpid()
     fd = _locked(own / _LOCK)
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
+        if os.getpid() == pid:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
         os.close(fd)
 
 
