@@ -60,8 +60,9 @@ def test_a_store_inside_the_checkpoint_is_not_published_nor_removed(tmp_path: Pa
 
 
 def test_a_store_is_no_checkpoint(tmp_path: Path) -> None:
-    place = write_hf(tmp_path / "both", series(1)[0])
+    place = tmp_path / "both"
     store = dcr_store.create(place)
+    write_hf(place, series(1)[0])
     with pytest.raises(InvalidInputError, match="is a store"):
         _publish(store, place)
     assert store.log() == []
