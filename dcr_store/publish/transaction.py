@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from dcr_store import events
-from dcr_store.errors import DcrError, FencedError, InvalidInputError, OutcomeUnknownError
+from dcr_store.errors import DcrError, FencedError, IntegrityError, InvalidInputError, OutcomeUnknownError
 from dcr_store.format.documents import CheckpointFile, ObjectRef
 from dcr_store.format.fields import now
 from dcr_store.format.names import TransactionKeys, new_incarnation, new_txid, version_name
@@ -91,10 +92,18 @@ class Transaction:
         if head is None:
             self._writer = self._anchor_writer()
             return
-        self._base = Located(log.line, head)
-        self._base_layout = catalog.layout(head.layout)
+        base = Located(log.line, head)
+        try:
+            self._base_layout = catalog.layout(head.layout)
+            baseline.use(catalog, base)
+        except IntegrityError as error:
+            # The history is damaged, and a state stored whole is what ends that.
+            warnings.warn(f"{self.version} is stored whole, because its base cannot be read: {error}", stacklevel=3)
+            self._base_layout = None
+            self._writer = self._anchor_writer()
+            return
+        self._base = base
         self._base_names = frozenset(self._base_layout.names())
-        baseline.use(catalog, self._base)
         self._writer = DeltaWriter(self._partition_writer(ChunkSpool()), self._base_layout, baseline)
 
     def _partition_writer(self, spool: ChunkSpool | None) -> PartitionWriter:

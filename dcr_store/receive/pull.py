@@ -11,14 +11,14 @@ import contextlib
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dcr_store import events
-from dcr_store.errors import DcrError, InvalidInputError, NotFoundError, StorageError
+from dcr_store.errors import DcrError, IntegrityError, InvalidInputError, NotFoundError, StorageError
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import uint_dtype
 from dcr_store.payload.version import Table, VersionContents, root_of
@@ -252,6 +252,7 @@ def identify(catalog: Catalog, root: Path) -> Located | None:
 def _bring(
     catalog: Catalog, goal: Located, contents: VersionContents, files: Structure, root: Path, situation: _Situation
 ) -> Outcome:
+    situation = _without_damage(catalog, goal, situation)
     held = next((item for item in situation.held if item.name == situation.previous), None)
     old = [_structure_of(catalog, item, contents, files) for item in situation.held]
     _remove_unnamed(catalog, root, files, situation)
@@ -289,6 +290,20 @@ def _bring(
     write_marker(root, clean)
     events.reached("pull.clean", goal.name)
     return outcome
+
+
+def _without_damage(catalog: Catalog, goal: Located, situation: _Situation) -> _Situation:
+    """Forget what the directory holds where the store cannot tell the way from there: then the anchor's is taken."""
+    way = route(catalog, goal, situation.held)
+    try:
+        for index in way.between([item.name for item in situation.held]):
+            _ = way.path.states[index]
+        for item in situation.held:
+            catalog.contents(item)
+    except IntegrityError as error:
+        events.reached("pull.damaged", str(error))
+        return replace(situation, held=())
+    return situation
 
 
 def _remove_unnamed(catalog: Catalog, root: Path, files: Structure, situation: _Situation) -> None:

@@ -116,9 +116,6 @@ class Catalog:
             if reference not in self.lines():
                 raise NotFoundError(f"no version has a root that begins with {reference}", key=reference)
         assert ref.line is not None
-        known = None if ref.number is None else self.log(ref.line).row(ref.number)
-        if known is not None:
-            return Located(ref.line, known)  # it cannot change
         log = self.fresh(ref.line)
         head = log.state.head
         assert head is not None

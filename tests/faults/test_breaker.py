@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -162,3 +163,48 @@ def test_a_forked_process_does_not_keep_the_lock_of_a_baseline(tmp_path: Path) -
         os.waitpid(child, 0)
         os.close(read)
     assert len(store.log()) == 2
+
+
+def _lose_data_of(store: Path, number: int) -> None:
+    (found,) = store.glob(f"versions/main/{number:012d}-*/data")
+    shutil.rmtree(found)
+
+
+def test_a_line_with_a_lost_delta_goes_on_with_a_version_stored_whole(tmp_path: Path) -> None:
+    states = series(6)
+    with dcr_store.create(tmp_path / "store", chunk_elements=4096) as store:
+        for state in states[:5]:
+            with store.begin() as tx:
+                for name, array in state.items():
+                    tx.write(name, array)
+    _lose_data_of(tmp_path / "store", 2)
+    with dcr_store.open(tmp_path / "store") as store:
+        with (
+            pytest.warns(UserWarning, match="main@5 is stored whole, because its base cannot be read"),
+            store.begin() as tx,
+        ):
+            for name, array in states[5].items():
+                tx.write(name, array)
+        assert store.log()[-1].base is None
+        assert_same(store.read("main@5"), states[5])
+        assert_same(store.read("main@1"), states[1])
+        with pytest.raises(IntegrityError):
+            store.read("main@3")
+
+
+def test_a_directory_beyond_a_lost_delta_is_pulled_back_before_it(tmp_path: Path) -> None:
+    states = series(5)
+    with dcr_store.create(tmp_path / "store", chunk_elements=4096) as store:
+        for state in states:
+            with store.begin() as tx:
+                for name, array in state.items():
+                    tx.write(name, array)
+        store.pull(tmp_path / "node")
+    _lose_data_of(tmp_path / "store", 2)
+    with dcr_store.open(tmp_path / "store") as store:
+        assert store.pull(tmp_path / "node", "main@1").version == "main@1"
+        assert store.compare_directory("main@1", tmp_path / "node").problems == []
+        with pytest.raises(IntegrityError):
+            store.pull(tmp_path / "node", "main@3")
+        store.pull(tmp_path / "node", "main@0")
+        assert store.compare_directory("main@0", tmp_path / "node").problems == []
