@@ -179,10 +179,9 @@ def test_a_line_with_a_lost_delta_goes_on_with_a_version_stored_whole(tmp_path: 
                     tx.write(name, array)
     _lose_data_of(tmp_path / "store", 2)
     with dcr_store.open(tmp_path / "store") as store:
-        with (
-            pytest.warns(UserWarning, match="main@5 is stored whole, because its base cannot be read"),
-            store.begin() as tx,
-        ):
+        with pytest.warns(UserWarning, match="main@5 is stored whole, because its base cannot be read"):
+            tx = store.begin()
+        with tx:
             for name, array in states[5].items():
                 tx.write(name, array)
         assert store.log()[-1].base is None
