@@ -31,7 +31,7 @@ class ChunkAssembler:
         Elements of tensors in each chunk of each space. None: tensors come in the order of ascending addresses without
         end in sight, and a chunk is complete when a later one begins.
     emit : callable
-        Called with space, chunk and a function that fills a buffer with the chunk's bits, once per chunk.
+        Called once per chunk, with space, chunk and a function that fills a buffer with the chunk's bits, once.
     """
 
     def __init__(self, chunk_elements: int, required: Mapping[str, NDArray[np.int64]] | None, emit: Emit) -> None:
@@ -39,6 +39,7 @@ class ChunkAssembler:
         self._required = required
         self._emit = emit
         self._partial: dict[tuple[str, int], tuple[Bits, int]] = {}
+        self._spare: dict[str, list[Bits]] = {}
 
     def feed(self, space: str, start: int, n_elements: int, read_into: ReadInto) -> None:
         """Take one tensor: `n_elements` from address `start`; ``read_into(a, b, out)`` copies elements a to b of it."""
@@ -61,6 +62,11 @@ class ChunkAssembler:
     def _buffer(self, space: str) -> Bits:
         """Return zeros for a chunk: memory at first, a mapped temporary file when many chunks are open."""
         if len(self._partial) < MAX_BUFFERS:
+            spare = self._spare.get(space)
+            if spare:
+                buffer = spare.pop()
+                buffer.fill(0)
+                return buffer
             return np.zeros(self.chunk_elements, uint_dtype(space))
         try:
             with TemporaryFile() as file:
@@ -75,7 +81,13 @@ class ChunkAssembler:
 
     def _pass_on(self, space: str, chunk: int) -> None:
         buffer, _ = self._partial.pop((space, chunk))
-        self._emit(space, chunk, lambda out: np.copyto(out, buffer))
+
+        def fill(out: Bits) -> None:
+            np.copyto(out, buffer)
+            if not isinstance(buffer, np.memmap):
+                self._spare.setdefault(space, []).append(buffer)
+
+        self._emit(space, chunk, fill)
 
     def _flush_before(self, space: str, chunk: int) -> None:
         for key in sorted(key for key in self._partial if key[0] == space and key[1] < chunk):
