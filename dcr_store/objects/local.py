@@ -177,7 +177,9 @@ class LocalObjects:
                 os.close(descriptor)
             yield path
         finally:
-            path.unlink(missing_ok=True)
+            # One that stays is swept later; what was done with it is done.
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def _into_place(self, path: str, move: Callable[[], object]) -> None:
         """Call `move`, which gives a synced file the name `path`, and make the name durable."""

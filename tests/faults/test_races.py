@@ -205,7 +205,6 @@ def test_a_commit_whose_answer_was_lost_while_another_owner_waits(
     _assert_committed_once(direct)
 
 
-@pytest.mark.xfail(strict=True, reason="S3Objects sends no digest in the head of its puts")
 def test_puts_say_what_their_body_is(lossy: tuple[Store, Store], proxy: FaultProxy) -> None:
     """SeaweedFS stores an empty object when a client dies between head and body, unless the head holds a digest.
 
