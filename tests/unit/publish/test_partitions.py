@@ -229,6 +229,8 @@ class TestResuming:
             objects.put(journal + name, data)
         assert len(read_durable(objects, KEYS, "w0")) == 5
         assert read_durable(objects, KEYS, "w00") == {}, "an entry of another writer under its name"
+        objects.delete(ref.key)
+        assert read_durable(objects, KEYS, "w0") == {}, "entries of another transaction or writer count for nothing"
 
     def test_partitions_that_are_gone_or_cut_are_stored_again(self, objects: Watched) -> None:
         first = make(objects)

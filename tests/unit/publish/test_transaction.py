@@ -398,6 +398,34 @@ class TestDeciding:
         assert_same(store.read("main@1"), STATES[2])
         assert transaction.version == "main@1"
 
+    @pytest.mark.parametrize("how", ["gone", "cut"])
+    def test_what_was_sealed_has_to_be_there(self, store: Store, how: str) -> None:
+        """Something takes an object away between seal and commit: no version comes of it."""
+        publish(store, STATES[0])
+        inner, lost = store._objects, []
+        watched = store._catalog.objects = Watched(inner)
+
+        def take(method: str, key: str) -> None:
+            if method == "list" and not lost:
+                lost.extend(name for name in inner.list(key) if "/u16/mask/c/" in name)
+                for name in lost:
+                    data = inner.get(name)
+                    inner.delete(name)
+                    if how == "cut":
+                        inner.put(name, data[:-1])
+
+        transaction = store.begin()
+        write(transaction, STATES[1])
+        watched.before = take
+        with pytest.raises(IntegrityError, match="a sealed object is not in the store") as caught:
+            transaction.commit()
+        watched.before = None
+        assert caught.value.key in lost
+        transaction.abort()
+        assert len(store.log()) == 1
+        publish(store, STATES[1])
+        assert_same(store.read("main@1"), STATES[1])
+
     @pytest.mark.parametrize("lands", [False, True])
     @pytest.mark.parametrize("then", ["commit again", "begin"])
     def test_a_commit_of_unknown_outcome(self, store: Store, tmp_path: Path, lands: bool, then: str) -> None:

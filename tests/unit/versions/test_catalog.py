@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -142,11 +143,15 @@ class TestChains:
             ["main@0"], ["main@0", "main@1"], ["main@0", "main@1", "main@2"], ["main@3"], ["main@3", "main@4"],
         ]  # fmt: skip
 
-    def test_a_chain_with_a_hole_is_an_error(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("what", ["missing", "another root"])
+    def test_a_chain_with_a_hole_is_an_error(self, store: Store, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
         publish(store, "main", 1, 2)
         found = catalog(store)
         located = found.resolve("main@1")
-        monkeypatch.setattr(type(found.log("main")), "row", lambda self, version: None)
+        before = found.log("main").row(0)
+        assert before is not None
+        other = None if what == "missing" else replace(before, root="0" * 64)
+        monkeypatch.setattr(type(found.log("main")), "row", lambda self, version: other)
         with pytest.raises(IntegrityError, match="the base of the version is not the version before it") as caught:
             found.chain(located)
         assert caught.value.key == "main@1"
@@ -190,8 +195,6 @@ class TestChains:
 
 def test_a_manifest_that_is_not_that_of_its_commit(store: Store) -> None:
     """The commit names the manifest of another version: by its SHA-256, so everything before this check is fine."""
-    from dataclasses import replace
-
     publish(store, "main", 1, 2)
     found = catalog(store)
     one, two = found.resolve("main@0"), found.resolve("main@1")
