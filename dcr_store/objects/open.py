@@ -1,15 +1,14 @@
 """From a URL to the object store behind it.
 
-Parses with fsspec; refuses every protocol but ``file``, ``memory`` and ``s3``.
+Parses with fsspec, but for plain paths, so that a command on them need not import it; refuses every protocol but
+``file``, ``memory`` and ``s3``.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from fsspec.core import split_protocol
-from fsspec.implementations.local import LocalFileSystem
 
 from dcr_store.errors import InvalidInputError, StorageError
 from dcr_store.objects.local import LocalObjects
@@ -51,6 +50,11 @@ def open_objects(
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(text, str) or text in ("", "file://", "local://") or "\0" in text:
         raise InvalidInputError(f"not a store's URL: {url!r}; give a path, file://, memory:// or s3://bucket/prefix")
+    if ":" not in text and not text.startswith("~") and not storage_options:
+        return LocalObjects(str(Path(text).absolute()), retry)
+    from fsspec.core import split_protocol
+    from fsspec.implementations.local import LocalFileSystem
+
     protocol, path = split_protocol(text)
     if protocol == "s3":
         try:
