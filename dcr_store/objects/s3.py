@@ -142,7 +142,7 @@ class S3Objects:
             if name in shape.members:
                 arguments.setdefault(name, value)
         if "IfNoneMatch" in arguments and "IfNoneMatch" not in shape.members:
-            raise StorageError('botocore is too old for conditional puts: pip install -U "dcr-store[s3]"')
+            raise StorageError('botocore is too old for conditional puts: pip install -U s3fs "aiobotocore>=2.18"')
         answer: dict[str, Any] = await getattr(client, operation)(Bucket=self.bucket, **arguments)
         return answer
 
