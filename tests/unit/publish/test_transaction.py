@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -507,6 +509,18 @@ class TestBeginning:
         records = [record for record, _ in store._catalog.log("main").records()]
         assert [type(record) for record in records[:3]] == [Begin, Abort, Begin]
         assert store.log()[0].metadata == {"step": 2}
+
+    def test_a_process_that_died_is_taken_over(self, tmp_path: Path) -> None:
+        """Nobody has to say so: its owner's name tells that it is gone."""
+        with dcr_store.create(tmp_path / "store", chunk_elements=64) as store:
+            script = (
+                f"import os, dcr_store; dcr_store.open({str(tmp_path / 'store')!r}).begin(message='m'); os._exit(0)"
+            )
+            subprocess.run([sys.executable, "-c", script], check=True)
+            with store.begin(message="m") as transaction:
+                assert transaction.attempt == 1
+                write(transaction, STATES[0])
+            assert kinds(store) == ["begin", "resume", "commit"]
 
     def test_metadata_that_json_changes_still_match(self, store: Store) -> None:
         metadata: dict[str, Any] = {"shape": (1, 2), "nested": {"b": 1, "a": [1.5]}}
