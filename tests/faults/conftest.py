@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from faults.processes import Nursery
 from faults.scenes import Place, make_checkpoints
-from servers import FaultProxy, SeaweedS3
+from servers import SeaweedS3
 
 MEMORY = Path("/dev/shm")
 
@@ -38,22 +38,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.fixture(scope="session")
-def whole_requests(seaweed: SeaweedS3) -> Iterator[FaultProxy]:
-    """A proxy before the S3 server that passes on whole requests only.
-
-    SeaweedFS takes a request whose sender dies before the body for one with an empty body, and stores that; S3 itself
-    stores nothing. See ``test_puts_say_what_their_body_is``.
-    """
-    with FaultProxy(seaweed.endpoint_url) as proxy:
-        yield proxy
-
-
 @pytest.fixture(params=["directory", "s3"])
 def place(request: pytest.FixtureRequest, scratch: Path) -> Place:
     """Where a store may be made."""
     if request.param == "directory":
         return Place(str(scratch / "store"))
     seaweed: SeaweedS3 = request.getfixturevalue("seaweed")
-    proxy: FaultProxy = request.getfixturevalue("whole_requests")
-    return Place(seaweed.new_url(), seaweed.options_at(proxy.endpoint_url), seaweed.storage_options)
+    return Place(seaweed.new_url(), seaweed.storage_options, seaweed.storage_options)

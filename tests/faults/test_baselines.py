@@ -123,8 +123,9 @@ def test_a_baseline_that_changes_while_it_is_used_is_noticed(scratch: Path, monk
 
     def flip(self: Baseline, space: str, chunk: int) -> object:
         assert self._files is not None
-        if chunk == 1 and self._located not in flipped:
-            flipped.add(self._located)
+        assert self._located is not None
+        if chunk == 1 and self._located.name not in flipped:
+            flipped.add(self._located.name)
             self._files.writable_view(space, chunk)[7] ^= 1
         return real(self, space, chunk)
 

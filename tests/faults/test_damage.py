@@ -24,7 +24,7 @@ from dcr_store.publish import committing, partitions
 from dcr_store.store import Store
 
 Array = np.ndarray
-EVERY = 1 if OCCURRENCES > 1 else 6  # of the damages; a campaign takes all
+EVERY = 1 if OCCURRENCES > 1 else 12  # of the damages; a campaign takes all
 
 
 @dataclass

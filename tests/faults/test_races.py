@@ -90,7 +90,7 @@ def proxy(seaweed: SeaweedS3) -> Iterator[FaultProxy]:
 def lossy(seaweed: SeaweedS3, proxy: FaultProxy, hasty: None) -> Iterator[tuple[Store, Store]]:
     """A store with one version, reached through the proxy, and the same one reached directly."""
     url = seaweed.new_url()
-    direct = dcr_store.create(url, storage_options=seaweed.storage_options, chunk_elements=64)
+    direct = Place(url, seaweed.storage_options, seaweed.storage_options).create(chunk_elements=64)
     with direct.begin() as transaction:
         transaction.write("w", np.arange(200, dtype=np.int32))
     store = dcr_store.open(url, storage_options=seaweed.options_at(proxy.endpoint_url))
@@ -222,13 +222,22 @@ def test_puts_say_what_their_body_is(lossy: tuple[Store, Store], proxy: FaultPro
 # ---------------------------------------------------------------------- sleepers
 
 
-@pytest.mark.parametrize("point", ["publish.partition.stored", "publish.proposal.stored", "log.commit.before"])
-@pytest.mark.parametrize("ending", ["resumed", "replaced", "aborted"])
+SLEEPS = [
+    (point, ending)
+    for point in ("publish.partition.stored", "publish.proposal.stored", "log.commit.before")
+    for ending in ("resumed", "replaced", "aborted")
+]
+SLOW = SLEEPS if OCCURRENCES > 1 else [("log.commit.before", "resumed")]  # the server is slow
+
+
+@pytest.mark.parametrize(
+    ("place", "point", "ending"),
+    [*(("directory", *item) for item in SLEEPS), *(("s3", *item) for item in SLOW)],
+    indirect=["place"],
+)
 def test_a_sleeper_never_commits(
     nursery: Nursery, place: Place, scratch: Path, checkpoints: list[Path], point: str, ending: str
 ) -> None:
-    if place.options is not None and OCCURRENCES == 1 and (point, ending) != ("log.commit.before", "resumed"):
-        pytest.skip("the server is slow: in campaigns only")
     store = place.create()
     with store.begin() as transaction:
         transaction.write_checkpoint(checkpoints[0])

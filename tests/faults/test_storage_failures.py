@@ -72,7 +72,7 @@ def test_every_call_of_a_publish_fails(
 
     counted, error = attempt(None)
     assert error is None
-    for at in numbers(counted.n_calls, 14):
+    for at in numbers(counted.n_calls, 7):
         objects, error = attempt(at)
         told = f"call {at}, {objects.failed[0]}: {error!r}"
         with over(open_objects(scratch / "store")) as store:
