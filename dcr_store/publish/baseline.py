@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -33,6 +32,7 @@ from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import Table
 from dcr_store.publish.spool import ChunkSpool
 from dcr_store.publish.state import Changes
+from dcr_store.publish.temporary import LOCK, make_locked
 from dcr_store.targets.space_file import SpaceFiles
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
@@ -66,9 +66,12 @@ class Baseline:
         self._tables: Mapping[str, Table] = {}
         self._catalog: Catalog | None = None
         try:
-            self.directory = Path(tempfile.mkdtemp(prefix="dcr-baseline-") if directory is None else directory)
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if directory is None:
+                self.directory, self._lock = make_locked("dcr-baseline-")
+            else:
+                self.directory = Path(directory)
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._lock = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise StorageError(
                 f"the baseline directory cannot be used: {error.strerror}; name a writable one (--baseline)",

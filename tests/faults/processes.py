@@ -96,8 +96,8 @@ class Nursery:
     def __enter__(self) -> Self:
         self.directory = Path(tempfile.mkdtemp(prefix="dcr-faults-"))
         self.path = self.directory / "socket"
-        temporary = self.directory / "tmp"
-        temporary.mkdir()
+        self.temporary = self.directory / "tmp"
+        self.temporary.mkdir()
         with (self.directory / "stderr").open("wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("child.py")), str(self.path), str(self.directory)],
@@ -105,7 +105,7 @@ class Nursery:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": str(temporary)},
+                env={**os.environ, "TMPDIR": str(self.temporary)},
             )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"ready\n", self.errors()

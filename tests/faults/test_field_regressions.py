@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from faults.failing import FailingObjects, over, publish
 from faults.processes import Nursery
-from faults.scenes import SMALL, Place, assert_checkpoint, seeded
+from faults.scenes import Place, assert_checkpoint, seeded
 from states import assert_same, raw, tree, write_hf
 
 from dcr_store import events
@@ -735,9 +735,3 @@ def test_25_every_branch_of_the_codec_is_reached_by_a_publish(
     assert len(store.log()) == n_versions
     store.pull(scratch / "target")
     assert store.compare_directory("main", scratch / "target").ok
-
-
-def test_the_errors_of_this_file_are_of_one_family() -> None:
-    for kind in (ConflictError, FormatError, IntegrityError, InvalidInputError, StorageError):
-        assert issubclass(kind, DcrError)
-    assert SMALL["partition_nbytes"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -192,3 +193,29 @@ def test_the_command_line_finishes_what_was_killed(nursery: Nursery, scratch: Pa
     assert_checkpoint(line.mirror, checkpoints[1])
     assert place.open().verify(deep=True).ok
     assert len(dcr_store.open(place.url).log()) == 2
+
+
+def test_a_killed_publisher_leaves_no_copy_of_the_model_for_long(
+    nursery: Nursery, scratch: Path, checkpoints: list[Path]
+) -> None:
+    """Its temporary baseline goes when the next publisher of this machine comes by; one that is in use stays."""
+    place = Place(str(scratch / "store"))
+    place.create()
+    job = {"do": "publish", **place.job, "checkpoint": str(checkpoints[0])}
+
+    def copies() -> set[Path]:
+        return set(nursery.temporary.glob("dcr-baseline-*"))
+
+    nursery.finish(**job)
+    assert copies() == set()
+    living = nursery.start(**job, line="other", stop=["log.commit.before", 1])
+    living.wait_stopped()
+    (in_use,) = copies()
+    for _ in range(3):
+        assert nursery.run(**job, kill=["log.commit.before", 1]).killed
+        assert len(copies()) == 2
+    nursery.finish(**job)
+    assert copies() == {in_use}
+    living.signal(signal.SIGCONT)
+    assert living.wait().ok
+    assert copies() == set()
