@@ -84,6 +84,11 @@ def _open(job: Job) -> dcr_store.Store:
     return dcr_store.open(job["store"], storage_options=job.get("options"))
 
 
+def _create(job: Job) -> dict[str, Any]:
+    dcr_store.create(job["store"], storage_options=job.get("options"), chunk_elements=256).close()
+    return {}
+
+
 def _publish(job: Job) -> dict[str, Any]:
     store = _open(job)
     transaction = store.begin(
@@ -133,7 +138,7 @@ def _nap() -> None:
     time.sleep(random.uniform(0.0, 0.05))
 
 
-_VERBS = {"publish": _publish, "pull": _pull, "race": _race}
+_VERBS = {"create": _create, "publish": _publish, "pull": _pull, "race": _race}
 
 
 def _warm_up(scratch: Path) -> None:

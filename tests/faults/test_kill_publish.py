@@ -23,6 +23,7 @@ from faults.scenes import (
 )
 
 import dcr_store
+from dcr_store.errors import ConflictError
 from dcr_store.store import Store
 
 
@@ -74,7 +75,7 @@ class Line:
             child = self.nursery.start(kill=strike, **self.job(checkpoint))
             if strike is None:
                 time.sleep(after_s)
-                child.signal(9)
+                child.signal(signal.SIGKILL)
             outcome = child.wait()
             assert outcome.killed or outcome.ok, outcome
             struck |= outcome.killed
@@ -193,6 +194,24 @@ def test_the_command_line_finishes_what_was_killed(nursery: Nursery, scratch: Pa
     assert_checkpoint(line.mirror, checkpoints[1])
     assert place.open().verify(deep=True).ok
     assert len(dcr_store.open(place.url).log()) == 2
+
+
+def test_a_store_whose_making_was_killed(nursery: Nursery, scratch: Path, checkpoints: list[Path]) -> None:
+    rng = seeded("create")
+    began = time.monotonic()
+    nursery.finish(do="create", store=str(scratch / "undisturbed"))
+    lasts_s = time.monotonic() - began
+    for number in range(KILLS):
+        place = Place(str(scratch / f"store-{number}"))
+        child = nursery.start(do="create", **place.job)
+        time.sleep(rng.uniform(0, lasts_s))
+        child.signal(signal.SIGKILL)
+        child.wait()
+        again = nursery.run(do="create", **place.job)
+        assert again.ok or again.kind == ConflictError.kind, again
+        line = Line(nursery, place, scratch, f"line-{number}", baseline=False)
+        line.publish(checkpoints[0])
+        assert place.open().verify().ok
 
 
 def test_a_killed_publisher_leaves_no_copy_of_the_model_for_long(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from faults.scenes import (
     seeded,
     strikes,
 )
+
+from dcr_store.errors import ConflictError
 
 MARKER = ".dcr/marker.json"
 PAGE_NBYTES = 512  # of a simulated page: the files are small
@@ -174,7 +177,7 @@ def test_killed_at_random_times_on_the_way_between_versions(
             goal = rng.randrange(len(checkpoints))
             child = nursery.start(do="pull", directory=str(target), version=f"main@{goal}", **served.job)
             time.sleep(rng.uniform(0.0, 1.2 * lasts_s))
-            child.signal(9)
+            child.signal(signal.SIGKILL)
             n_struck += child.wait().killed
             harm = rng.choice(HARMS)
             harm(target, before, rng)
@@ -261,3 +264,24 @@ def test_nothing_that_is_right_is_fetched_again(nursery: Nursery, scratch: Path,
     assert outcome.told["nbytes_fetched"] < whole / 10  # side files only
     assert outcome.told["chunks_written"] == 0
     assert_checkpoint(target, checkpoints[0])
+
+
+def test_two_pulls_of_one_directory(nursery: Nursery, scratch: Path, checkpoints: list[Path]) -> None:
+    place = Place(str(scratch / "store"))
+    store = place.create()
+    for checkpoint in checkpoints[1:3]:
+        with store.begin() as transaction:
+            transaction.write_checkpoint(checkpoint)
+    target = scratch / "target"
+    store.pull(target, "main@0")
+    job = {"do": "pull", "directory": str(target), **place.job}
+    first = nursery.start(**job, stop=["replay.chunk.before", 5])
+    first.wait_stopped()
+    second = nursery.run(**job, version="main@0")
+    assert (second.ok, second.kind) == (False, ConflictError.kind)
+    assert str(first.pid) in second.message
+    first.signal(signal.SIGCONT)
+    assert first.wait().ok
+    assert_checkpoint(target, checkpoints[2])
+    nursery.finish(**job, version="main@0")
+    assert_checkpoint(target, checkpoints[1])
