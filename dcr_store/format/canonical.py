@@ -79,8 +79,13 @@ def decode(data: bytes, key: str) -> Any:
             data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
         )
         if _SURROGATE.search(data):
-            json.dumps(value, ensure_ascii=False).encode()  # fails where half a pair stands alone: that is no text
+            json.dumps(value, ensure_ascii=False).encode()  # fails where half a pair stands alone
         return value
+    except UnicodeEncodeError as error:
+        raise FormatError(
+            "is not a JSON document of dcr_store: it holds text that is not valid Unicode; restore it from a good copy",
+            key=key,
+        ) from error
     except (ValueError, RecursionError) as error:
         raise FormatError(
             f"is not a JSON document of dcr_store: {error}; restore it from a good copy", key=key
