@@ -83,7 +83,7 @@ HOSTILE: dict[str, tuple[bytes, int, str]] = {
     "tensor is a number": (raw({"a.w": 3}), 0, "st#a.w.*an object"),
     "name empty": (raw({"": entry()}), 4, "cannot name a tensor: it is empty"),
     "name NUL": (raw({"a\0b": entry()}), 4, "NUL"),
-    "name surrogate": (raw({"\ud800": entry()}), 4, "not valid Unicode"),
+    "name surrogate": (raw({"\ud800": entry()}), 4, "surrogates not allowed"),
     "name too long": (raw({"x" * 65_537: entry()}), 4, "65537 bytes"),
     "dtype missing": (raw({"a.w": {"shape": [2], "data_offsets": [0, 4]}}), 4, "st#a.w.*unknown dtype"),
     "dtype unknown": (raw({"a.w": entry("BF17")}), 4, "st#a.w.*found BF17"),
