@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dcr_store import events
@@ -26,51 +25,61 @@ from dcr_store.versions.catalog import Catalog, Located
 STAGE = "next"
 
 
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """A file that a version may have left: its path, whether it is weights, and the SHA-256 of header or content."""
+def remove_left(root: Path, goal: Structure, old: Structure) -> None:
+    """Remove what an older version put into a directory at paths that `goal` does not have.
 
-    path: str
-    is_weights: bool
-    sha256: str
-
-
-def remove_left(
-    catalog: Catalog,
-    root: Path,
-    goal: Structure,
-    versions: Iterable[Located],
-    *,
-    but_not: Iterable[Located] = (),
-    lenient: bool = False,
-) -> None:
-    """Remove what `versions` put into a directory at paths that `goal` does not have.
-
-    Parameters
-    ----------
-    but_not : iterable of Located
-        Versions whose files stay.
-    lenient : bool
-        Pass over versions that cannot be read from the store.
+    Weights count as that version's wherever their tensors lie as in its file, or where a crash has torn the header.
     """
-    unexplained = _others(root, goal)
-    stay = {file for located in but_not for file in _files_of(catalog, located)}
-    stay_torn = {file.path for file in stay}
-    for located in versions:
+    wanted = set(goal.paths())
+    for weights in old.weights:
+        place = path_inside(root, weights.path)
+        if weights.path not in wanted and _is_file(place):
+            header = structure.header_of(place)
+            if header is None or structure.alike(header, weights.header):
+                _remove(root, place)
+    for side in old.sides:
+        place = path_inside(root, side.path)
+        if side.path not in wanted and _is_file(place) and structure.holds(place, side):
+            _remove(root, place)
+
+
+def remove_abandoned(root: Path, goal: Structure, abandoned: Structure, base: Structure | None) -> None:
+    """Remove what a version that was on its way here has put here, but what `base` or `goal` can be made of.
+
+    The marker that names `abandoned` is about to be replaced by one that does not. What stays is told apart from it
+    afterwards: files as `base` has them, and files of `goal` that are brought up to date in place.
+    """
+    kept = [item for item in (goal, base) if item is not None]
+    for weights in abandoned.weights:
+        place = path_inside(root, weights.path)
+        if not _is_file(place):
+            continue
+        others = [file.header for item in kept for file in item.weights if file.path == weights.path]
+        header = structure.header_of(place)
+        is_torn = header is None and not others
+        if is_torn or (header == weights.header and not any(structure.alike(header, other) for other in others)):
+            _remove(root, place)
+    sides = {(file.path, file.ref.sha256) for item in kept for file in item.sides}
+    for side in abandoned.sides:
+        place = path_inside(root, side.path)
+        if (side.path, side.ref.sha256) not in sides and _is_file(place) and structure.holds(place, side):
+            _remove(root, place)
+
+
+def remove_of_any(catalog: Catalog, root: Path, goal: Structure, but_not: Sequence[Structure]) -> None:
+    """Remove what any version of the store put into a directory, but what stands at paths of `goal` or `but_not`.
+
+    Versions that cannot be read are passed over.
+    """
+    unexplained = _others(root).difference(goal.paths(), *(item.paths() for item in but_not))
+    for located in catalog.find_root(""):
         if not unexplained:
             return
-        try:
-            files = list(_files_of(catalog, located))
-        except DcrError:
-            if lenient:
-                continue
-            raise
-        for file in files:
-            if file.path not in unexplained or file in stay:
-                continue
-            if _is_still(path_inside(root, file.path), file, torn_too=file.path not in stay_torn):
-                unexplained.discard(file.path)
-                _remove(root, path_inside(root, file.path))
+        with contextlib.suppress(DcrError):
+            for path, is_weights, sha256 in _files_of(catalog, located):
+                if path in unexplained and _is_still(path_inside(root, path), is_weights, sha256):
+                    unexplained.discard(path)
+                    _remove(root, path_inside(root, path))
 
 
 def remove_foreign(root: Path, goal: Structure) -> None:
@@ -89,8 +98,8 @@ def clear_own(root: Path) -> None:
     (own / structure.SIDE_NEW).unlink(missing_ok=True)
 
 
-def _others(root: Path, goal: Structure) -> set[str]:
-    """Return the relative paths of all regular files in a directory but those of `goal` and of stores."""
+def _others(root: Path) -> set[str]:
+    """Return the relative paths of all regular files in a directory but our own and those of stores."""
     found = set()
     for parent, directories, files in os.walk(root, onerror=_refuse):
         place = Path(parent).relative_to(root)
@@ -99,29 +108,34 @@ def _others(root: Path, goal: Structure) -> set[str]:
         if holds_store(root / place):
             directories.clear()
             continue
-        found |= {(place / name).as_posix() for name in files if not (root / place / name).is_symlink()}
-    return found - set(goal.paths())
+        found |= {(place / name).as_posix() for name in files if _is_file(root / place / name)}
+    return found
+
+
+def _is_file(place: Path) -> bool:
+    return place.is_file() and not place.is_symlink()
 
 
 def _refuse(error: OSError) -> None:
     raise StorageError(f"cannot be listed: {error.strerror}", key=str(error.filename)) from error
 
 
-def _files_of(catalog: Catalog, located: Located) -> Iterator[_Left]:
+def _files_of(catalog: Catalog, located: Located) -> Iterator[tuple[str, bool, str]]:
+    """Iterate over path, whether it is weights, and SHA-256 of header or content."""
     manifest = catalog.manifest(located)
     for file in manifest.files:
-        yield _Left(file.path, file.kind == "weights", file.ref.sha256)
+        yield file.path, file.kind == "weights", file.ref.sha256
     if not manifest.files:
-        file_ = structure.single_file(catalog.layout(located.row.layout))
-        yield _Left(file_.path, True, canonical.sha256(file_.header))
+        single = structure.single_file(catalog.layout(located.row.layout))
+        yield single.path, True, canonical.sha256(single.header)
 
 
-def _is_still(place: Path, file: _Left, *, torn_too: bool) -> bool:
-    if file.is_weights:
+def _is_still(place: Path, is_weights: bool, sha256: str) -> bool:
+    if is_weights:
         header = structure.header_of(place)
-        return torn_too if header is None else canonical.sha256(header) == file.sha256
+        return header is None or canonical.sha256(header) == sha256
     with contextlib.suppress(OSError):
-        return canonical.sha256(place.read_bytes()) == file.sha256
+        return canonical.sha256(place.read_bytes()) == sha256
     return False
 
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -255,7 +256,7 @@ def _bring(
     situation = _without_damage(catalog, goal, situation)
     held = next((item for item in situation.held if item.name == situation.previous), None)
     old = [_structure_of(catalog, item, contents, files) for item in situation.held]
-    _remove_unnamed(catalog, root, files, situation)
+    _remove_unnamed(catalog, root, files, situation, old)
     dirty = Marker(
         "dirty",
         catalog.document.store_id,
@@ -274,7 +275,8 @@ def _bring(
     else:
         outcome = _beside(catalog, contents, files, root, situation, way)
     outcome.nbytes_fetched += structure.write_sides(catalog.objects, root, files)
-    leftovers.remove_left(catalog, root, files, situation.held)
+    for item in old:
+        leftovers.remove_left(root, files, item)
     leftovers.clear_own(root)
     events.reached("pull.applied", goal.name)
     clean = Marker(
@@ -302,20 +304,25 @@ def _without_damage(catalog: Catalog, goal: Located, situation: _Situation) -> _
             catalog.contents(item)
     except IntegrityError as error:
         events.reached("pull.damaged", str(error))
-        return replace(situation, held=())
+        # Which files are its, and which of an abandoned version, cannot be told either: all weights are replaced.
+        return replace(situation, held=(), abandoned=None, is_foreign=True)
     return situation
 
 
-def _remove_unnamed(catalog: Catalog, root: Path, files: Structure, situation: _Situation) -> None:
+def _remove_unnamed(
+    catalog: Catalog, root: Path, files: Structure, situation: _Situation, old: Sequence[Structure]
+) -> None:
     """Remove the files that the new marker will not account for; a crash here leaves what is known as it was."""
     if situation.is_foreign:
         leftovers.remove_foreign(root, files)
     if situation.is_lost:
-        every = catalog.find_root("")
-        leftovers.remove_left(catalog, root, files, every, but_not=situation.held, lenient=True)
+        leftovers.remove_of_any(catalog, root, files, old)
     if situation.abandoned is not None:
-        base = [item for item in situation.held if item.name == situation.previous]
-        leftovers.remove_left(catalog, root, files, [situation.abandoned], but_not=base)
+        named = dict(zip((item.name for item in situation.held), old, strict=True))
+        abandoned = named.get(situation.abandoned.name)
+        if abandoned is not None:
+            base = None if situation.previous is None else named.get(situation.previous)
+            leftovers.remove_abandoned(root, files, abandoned, base)
 
 
 def _structure_of(catalog: Catalog, located: Located, goal: VersionContents, goal_files: Structure) -> Structure:

@@ -95,10 +95,10 @@ def settle(root: Path, goal: Structure, old: Iterable[WeightFile]) -> bool:
                 return False
             found = header_of(place)
             # A header that cannot be read was torn: it is written again, and the bits behind it are judged by digest.
-            if found is not None and not _alike(found, file.header):
+            if found is not None and not alike(found, file.header):
                 return False
             continue
-        twin = next((o for o in spare.values() if _alike(o.header, file.header) and o.nbytes == file.nbytes), None)
+        twin = next((o for o in spare.values() if alike(o.header, file.header) and o.nbytes == file.nbytes), None)
         if twin is None and spare:
             return False
         if twin is not None:
@@ -128,7 +128,7 @@ def header_of(place: Path) -> bytes | None:
         return None
 
 
-def _alike(found: bytes, wanted: bytes) -> bool:
+def alike(found: bytes, wanted: bytes) -> bool:
     """Whether two headers put the same tensors to the same bytes of a file."""
     if found == wanted:
         return True
@@ -160,7 +160,7 @@ def write_sides(objects: ObjectStore, root: Path, goal: Structure) -> int:
     nbytes = 0
     for file in goal.sides:
         place = path_inside(root, file.path)
-        if _holds(place, file):
+        if holds(place, file):
             continue
         data = fetch(objects, file.ref)
         nbytes += len(data)
@@ -184,12 +184,12 @@ def conflicts(objects: ObjectStore, root: Path, goal: Structure) -> list[str]:
     found = [file.path for file in goal.weights if os.path.lexists(path_inside(root, file.path))]
     for side in goal.sides:
         place = path_inside(root, side.path)
-        if os.path.lexists(place) and not _holds(place, side):
+        if os.path.lexists(place) and not holds(place, side):
             found.append(side.path)
     return found
 
 
-def _holds(place: Path, file: CheckpointFile) -> bool:
+def holds(place: Path, file: CheckpointFile) -> bool:
     """Whether a file is there and has the content recorded."""
     with contextlib.suppress(OSError):
         if place.is_file() and place.stat().st_size == file.nbytes:

@@ -232,3 +232,16 @@ def test_a_version_that_is_defective_though_every_object_is_whole(
     assert {problem.key for problem in sound.place.open().verify(deep=True).problems} == {"main@1"}
     sound.place.open().pull(target, "main@0")
     assert_checkpoint(target, sound.checkpoints[0])
+
+
+def test_a_directory_of_a_version_whose_manifest_is_gone_goes_on(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which files are that version's cannot be told any more, but no weights of it may stay beside the new ones."""
+    sound = build(scratch / "checkpoints", "dcr.delta", 4, monkeypatch)
+    target = scratch / "target"
+    sound.place.open().pull(target, "main@1")  # two files; the versions from 2 on stand on an anchor of their own
+    manifest = next(key for key in sound.objects if "/000000000001-" in key and key.endswith("/manifest.json"))
+    sound.put({manifest: None})
+    sound.place.open().pull(target, "main@2")
+    assert_checkpoint(target, sound.checkpoints[2])

@@ -213,6 +213,24 @@ def test_a_pull_that_changed_its_mind_twice_leaves_no_files_of_the_version_betwe
     assert_checkpoint(target, checkpoints[3])
 
 
+def test_files_of_a_way_that_was_given_up_are_not_taken_for_the_old_ones(
+    nursery: Nursery, scratch: Path, checkpoints: list[Path]
+) -> None:
+    """The version between has files of the same names as the old one, with other tensors in them."""
+    place = Place(str(scratch / "store"))
+    store = place.create()
+    for checkpoint in (checkpoints[3], checkpoints[5], checkpoints[0]):  # two files, two files alike, one file
+        with store.begin() as transaction:
+            transaction.write_checkpoint(checkpoint)
+    target = scratch / "target"
+    store.pull(target, "main@0")
+    job = {"do": "pull", "directory": str(target), **place.job}
+    _strike(nursery, {**job, "version": "main@1"}, ("pull.file.moved", 1))
+    _strike(nursery, {**job, "version": "main@0"}, ("pull.dirty", 1))
+    nursery.finish(**job, version="main@2")
+    assert_checkpoint(target, checkpoints[0])
+
+
 @pytest.mark.parametrize("point", ["pull.file.removed", "target.marker.durable", "pull.file.moved"])
 def test_a_pull_that_lost_its_marker_and_is_killed(
     nursery: Nursery, scratch: Path, checkpoints: list[Path], point: str
