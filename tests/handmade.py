@@ -102,11 +102,13 @@ def publish(
     line: str = "main",
     edit_seal: Callable[[Seal], Seal] = lambda seal: seal,
     edit_manifest: Callable[[bytes], bytes] = lambda data: data,
+    writers: tuple[str, ...] | None = None,
     **changed: Any,
 ) -> Dense:
     """Commit a version and return its state; `base` is the state before, None for an anchor.
 
-    `changed` replaces fields of the manifest, `edit_seal` seals, `edit_manifest` the manifest's bytes.
+    `changed` replaces fields of the manifest, `edit_seal` seals, `edit_manifest` the manifest's bytes,
+    `writers` those that the begin record names.
     """
     objects, document = store._objects, store._document
     size, codec = document.chunk_elements, get_codec(document.codec)
@@ -122,7 +124,8 @@ def publish(
     log.append(
         lambda s: Begin(
             line=line, seq=s.length, id=new_txid(), prev=s.last_sha256, created_at=now(), txid=txid, owner="by hand",
-            version=s.next_version, base=s.head_base, layout=None, writers=tuple(part.writer for part in parts),
+            version=s.next_version, base=s.head_base, layout=None,
+            writers=writers or tuple(part.writer for part in parts),
         )
     )  # fmt: skip
     old = zeros(layout) if base is None else base

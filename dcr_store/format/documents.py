@@ -232,8 +232,12 @@ class Seal:
     def from_json(cls, fields: Fields) -> Seal:
         """Parse; ``FormatError`` names the field."""
         ownership = fields.optional_object("ownership")
+        arrays = tuple(Array.from_json(item) for item in fields.objects("arrays"))
+        names = [array.array for array in arrays]
+        if len(set(names)) != len(names):
+            raise FormatError("the seal names an array twice", key=fields.key, expected="each once", found=names)
         return cls(
-            tuple(Array.from_json(item) for item in fields.objects("arrays")),
+            arrays,
             tuple(Partition.from_json(item) for item in fields.objects("partitions")),
             ObjectRef.from_json(fields.object("contributions")),
             tuple(ObjectRef.from_json(item) for item in fields.objects("journal")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Final
 
 from dcr_store import events
@@ -210,6 +211,17 @@ class LineLog:
         """Return `row` with its message and metadata, reading the begin record where they were too long to keep."""
         if row.metadata is not None:
             return row
+        record = self.begin_of(row)
+        return replace(row, message=record.message, metadata=record.metadata)
+
+    def begin_of(self, row: VersionRow) -> Begin:
+        """Read the record that began a version.
+
+        Raises
+        ------
+        IntegrityError
+            If it is missing, or another one.
+        """
         key = record_key(self.line, row.begin_seq)
         data = self._get(row.begin_seq)
         if data is None:
@@ -219,22 +231,7 @@ class LineLog:
             raise IntegrityError(
                 "is not the record that began the version", key=key, expected=f"begin of {row.txid}", found=record.kind
             )
-        return VersionRow(
-            row.version,
-            row.seq,
-            row.begin_seq,
-            row.txid,
-            row.attempt,
-            row.base,
-            row.layout,
-            row.root,
-            row.manifest,
-            row.counts,
-            record.message,
-            record.metadata,
-            row.created_at,
-            row.record_sha256,
-        )
+        return record
 
     # ------------------------------------------------------------------ writing
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar, overload
 
@@ -140,14 +141,27 @@ class Catalog:
         return self._cached("layout", sha256, lambda: payload.read_layout(self.objects, sha256), _layout_nbytes)
 
     def manifest(self, located: Located) -> Manifest:
-        """Return a version's manifest, checked against its row in the log."""
-        row = located.row
-        manifest = payload.read_manifest(self.objects, row.manifest)
+        """Return a version's manifest, checked against its row in the log, and its seals against its writers."""
+        row, log = located.row, self.log(located.line)
+        # Rows in log checkpoints do not name the writers, who may be many; the record is a round trip, so side by side.
+        with ThreadPoolExecutor(1) as pool:
+            begun = None if self.objects.is_local else pool.submit(log.begin_of, row)
+            manifest = payload.read_manifest(self.objects, row.manifest)
+            begin = log.begin_of(row) if begun is None else begun.result()
         named = (manifest.line, manifest.version, manifest.root, manifest.layout, manifest.base)
         expected = (located.line, row.version, row.root, row.layout, row.base)
         if named != expected:
             raise IntegrityError(
                 "the manifest is not that of its commit", key=row.manifest.key, expected=expected, found=named
+            )
+        writers = sorted(seal.writer for seal in manifest.seals)
+        if writers != sorted(begin.writers):
+            raise IntegrityError(
+                "the manifest does not name one seal of each writer that the version was begun with; it was committed "
+                "by a broken publisher: publish the state again as a new version",
+                key=row.manifest.key,
+                expected=sorted(begin.writers),
+                found=writers,
             )
         return manifest
 

@@ -426,6 +426,8 @@ def seal_with(**changed: Any) -> Callable[[Seal], Seal]:
     def edit(seal: Seal) -> Seal:
         if "shard" in changed:
             return replace(seal, arrays=(replace(seal.arrays[0], shard=changed["shard"]),))
+        if "array_twice" in changed:
+            return replace(seal, arrays=(*seal.arrays, replace(seal.arrays[0], shard=2 * seal.arrays[0].shard)))
         (first, *others) = seal.partitions
         if "twice" in changed:
             return replace(seal, partitions=(first, *others, first))
@@ -443,6 +445,7 @@ def seal_with(**changed: Any) -> Callable[[Seal], Seal]:
         {"index": 1},
         {"nbytes": 2**52},
         {"twice": True},
+        {"array_twice": True},
         {"sha256": "0" * 64},
         {"incarnation": "0" * 16},
         {"array": "u64/mask"},
@@ -458,6 +461,31 @@ def test_seals(store: Store, changed: dict[str, Any]) -> None:
     assert caught.value.key is not None
     assert time.monotonic() - started < 20
     assert not store.verify(deep=True).ok
+
+
+def test_an_array_that_a_seal_names_twice(store: Store) -> None:
+    publish(store, LAYOUT, some(), None, edit_seal=seal_with(array_twice=True))
+    with pytest.raises(FormatError, match="names an array twice") as caught:
+        store.read("main@1")
+    key = (caught.value.key or "").removesuffix("#seal")
+    assert key in store._objects.list("versions/")
+    assert "/journal/w0." in key
+    assert [problem.key for problem in store.verify().problems] == [key]
+
+
+@pytest.mark.parametrize("writers", [("w1",), ("w0", "w1")])
+@pytest.mark.parametrize("n_after", [0, 9], ids=["from the records", "from a log checkpoint"])
+def test_seals_of_other_writers_than_begun(store: Store, writers: tuple[str, ...], n_after: int) -> None:
+    """A committer that left a writer out would have lost what that one changed, under a root of its own."""
+    publish(store, LAYOUT, some(), None, writers=writers)
+    for _ in range(n_after):
+        publish(store, LAYOUT, some(), None)
+    again = dcr_store.open(store.url)
+    with pytest.raises(IntegrityError, match="one seal of each writer") as caught:
+        again.read("main@1")
+    assert (caught.value.expected, caught.value.found) == (sorted(writers), ["w0"])
+    assert caught.value.key == again._catalog.resolve("main@1").row.manifest.key
+    assert [problem.key for problem in again.verify().problems if "writer" in problem.what] == [caught.value.key]
 
 
 def test_keys_that_lead_out_of_the_store(store: Store) -> None:
