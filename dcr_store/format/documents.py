@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any, Final
 
 from dcr_store.errors import FormatError
 from dcr_store.format import canonical
 from dcr_store.format.fields import MAX_VERSION, Fields
 from dcr_store.format.names import KEY, STORE_KEY, VERSION
+from dcr_store.format.paths import path_problem
 
 FORMAT_VERSION: Final = (1, 0)
 FEATURES: Final[frozenset[str]] = frozenset()
 CODECS: Final = ("dcr.delta", "portable")
 SPACES: Final = ("u8", "u16", "u32", "u64")
 KINDS: Final = ("mask", "value", "present")
-_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f\\]")
 _FORMAT_VERSION: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
 
 
@@ -351,16 +350,13 @@ class CheckpointFile:
 
 def check_path(path: str, key: str) -> str:
     """Return `path` if a checkout may write it, else raise ``FormatError`` (§8)."""
-    parts = path.split("/")
-    bad = (
-        not path
-        or _UNPRINTABLE.search(path)
-        or any(part in ("", ".", "..", ".dcr") or len(part.encode("utf-8", "surrogatepass")) > 255 for part in parts)
-        or PurePosixPath(path).is_absolute()
-    )
-    if bad:
+    problem = path_problem(path)
+    if problem is not None:
         raise FormatError(
-            "holds a path that leaves the checkpoint", key=key, expected="a plain relative path", found=repr(path)[:200]
+            f"holds a path that leaves the checkpoint: {problem}",
+            key=key,
+            expected="a plain relative path",
+            found=repr(path)[:200],
         )
     return path
 

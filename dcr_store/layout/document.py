@@ -13,11 +13,11 @@ import numpy as np
 
 from dcr_store.errors import FormatError, InvalidInputError
 from dcr_store.format import canonical
+from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import (
     ALIGNMENT_NBYTES,
     DTYPES,
     MAX_ELEMENTS,
-    SPACES,
     aligned,
     dtype,
     n_elements,

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_store.errors import DcrError, InvalidInputError
+from dcr_store.format.documents import SPACES
 
 Bits = NDArray[np.unsignedinteger[Any]]
 """Elements of a space: little-endian uintN."""
 
-SPACES: Final = ("u8", "u16", "u32", "u64")
 ALIGNMENT_NBYTES: Final = 64
 MAX_ELEMENTS: Final = 1 << 52  # addresses are JSON numbers, exact below 2^53
 """No tensor and no space has more elements: all addresses then fit a signed 64-bit integer."""

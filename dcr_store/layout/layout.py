@@ -17,14 +17,15 @@ import numpy as np
 
 from dcr_store.errors import InvalidInputError, NotFoundError
 from dcr_store.format import canonical
+from dcr_store.format.documents import SPACES
 from dcr_store.layout import document
-from dcr_store.layout.dtypes import MAX_ELEMENTS, SPACES, aligned, dtype, n_elements, shown
+from dcr_store.layout.dtypes import MAX_ELEMENTS, aligned, dtype, n_elements, shown
 from dcr_store.layout.entry import TensorEntry, name_problem
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Layout", "LayoutBuilder", "LayoutChanges", "Piece", "TensorEntry"]
+__all__ = ["Layout", "LayoutBuilder", "Piece", "TensorEntry"]
 
 
 class Piece(NamedTuple):
@@ -44,14 +45,6 @@ class Piece(NamedTuple):
     tensor_start: int
     tensor_stop: int
     offset: int
-
-
-class LayoutChanges(NamedTuple):
-    """How a layout differs from another: names only there, names only here, names of which anything else differs."""
-
-    added: tuple[str, ...]
-    removed: tuple[str, ...]
-    altered: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -169,31 +162,6 @@ class Layout:
         index = np.searchsorted(starts, edges, side="right") - 1
         inside = np.where(index < 0, 0, np.minimum(edges - starts[index], counts[index]))
         return np.diff(before[np.maximum(index, 0)] + inside)
-
-    @cached_property
-    def _meaning(self) -> dict[str, tuple[str, tuple[int, ...], frozenset[str]]]:
-        meaning = {}
-        for entry in self.tensors:
-            names = (entry.name, *entry.aliases)
-            value = (entry.dtype, entry.shape, frozenset(names))
-            meaning.update(dict.fromkeys(names, value))
-        return meaning
-
-    def equal(self, other: Layout) -> bool:
-        """Return whether both have the same names, dtypes, shapes and tied names, in any order and at any address.
-
-        Which of several tied names is the tensor's and which its aliases makes no difference.
-        """
-        return self is other or self._meaning == other._meaning
-
-    def changes(self, other: Layout) -> LayoutChanges:
-        """Return what `other` adds, removes and alters; nothing of each exactly if the two are equal."""
-        ours, theirs = self._meaning, other._meaning
-        return LayoutChanges(
-            added=tuple(name for name in theirs if name not in ours),
-            removed=tuple(name for name in ours if name not in theirs),
-            altered=tuple(name for name in ours if name in theirs and ours[name] != theirs[name]),
-        )
 
     def __repr__(self) -> str:
         spaces = ", ".join(f"{space} {n}" for space, n in self.spaces.items() if n)

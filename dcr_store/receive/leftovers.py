@@ -16,10 +16,11 @@ from pathlib import Path
 from dcr_store import events
 from dcr_store.errors import DcrError, StorageError
 from dcr_store.format import canonical
+from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.receive import structure
 from dcr_store.receive.structure import Structure
 from dcr_store.targets.checkpoint_listing import SUFFIX, holds_store, is_index
-from dcr_store.targets.paths import OWN_DIRECTORY, fsync_directory, path_inside
+from dcr_store.targets.paths import fsync_directory, path_inside
 from dcr_store.versions.catalog import Catalog, Located
 
 STAGE = "next"

@@ -21,6 +21,7 @@ import numpy as np
 from dcr_store import events
 from dcr_store.errors import DcrError, IntegrityError, InvalidInputError, NotFoundError, StorageError
 from dcr_store.format.documents import SPACES
+from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.layout.dtypes import uint_dtype
 from dcr_store.payload.version import Table, VersionContents, root_of
 from dcr_store.receive import leftovers, structure
@@ -29,7 +30,6 @@ from dcr_store.receive.structure import Structure
 from dcr_store.targets.checkpoint import open_checkpoint
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
 from dcr_store.targets.marker import Marker, Unreadable, lock, read_marker, write_marker
-from dcr_store.targets.paths import OWN_DIRECTORY
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
 from dcr_store.versions.replay import Outcome, classify, digests, everywhere, replay

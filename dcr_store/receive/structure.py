@@ -17,12 +17,13 @@ from dcr_store import events
 from dcr_store.errors import DcrError, FormatError, InvalidInputError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import CheckpointFile
+from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import VersionContents, fetch, fetch_all
 from dcr_store.ports import ObjectStore
 from dcr_store.targets.directory import WeightFile
 from dcr_store.targets.file_map import FileMap
-from dcr_store.targets.paths import OWN_DIRECTORY, fsync_directory, path_inside
+from dcr_store.targets.paths import fsync_directory, path_inside
 from dcr_store.targets.safetensors_file import make_header, parse_header, read_header
 
 SINGLE_FILE = "model.safetensors"

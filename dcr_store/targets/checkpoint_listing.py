@@ -19,8 +19,9 @@ from typing import Final
 from dcr_store.errors import FormatError, InvalidInputError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.names import STORE_KEY
+from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.layout.dtypes import shown
-from dcr_store.targets.paths import OWN_DIRECTORY, check_path
+from dcr_store.targets.paths import check_path
 
 MAX_SIDE_NBYTES: Final = 64 << 20
 SUFFIX: Final = ".safetensors"

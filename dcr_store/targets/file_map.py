@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dcr_store.errors import InvalidInputError
-from dcr_store.layout.dtypes import SPACES, shown, width
+from dcr_store.format.documents import SPACES
+from dcr_store.layout.dtypes import shown, width
 from dcr_store.layout.layout import Layout
 from dcr_store.targets.safetensors_file import Header
 

@@ -24,7 +24,8 @@ from dcr_store import events
 from dcr_store.errors import ConflictError, FormatError, InvalidInputError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.fields import Fields
-from dcr_store.targets.paths import OWN_DIRECTORY, existing_directory, fsync_directory
+from dcr_store.format.paths import OWN_DIRECTORY
+from dcr_store.targets.paths import existing_directory, fsync_directory
 
 FORMAT: Final = "dcr-target"
 _LOCK: Final = "lock"

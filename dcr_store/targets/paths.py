@@ -1,37 +1,15 @@
 """Paths of a checkpoint's files: checked before use, and kept inside their directory.
 
-Refuses absolute paths, ``..``, ``.dcr``, backslashes, control characters, names that are not UTF-8, and parents that a
-symbolic link leads out of the directory.
+Refuses paths that format.paths does, and parents that a symbolic link leads out of the directory.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
 
 from dcr_store.errors import InvalidInputError, NotFoundError, StorageError
-
-OWN_DIRECTORY: Final = ".dcr"
-_MAX_COMPONENT_NBYTES: Final = 255
-
-
-def path_problem(path: str) -> str | None:
-    """Return why `path` cannot be that of a checkpoint's file (docs/spec/v1.md §8), or None if it can."""
-    try:
-        components = [part.encode() for part in path.split("/")]
-    except UnicodeEncodeError:
-        return "it is not valid UTF-8"
-    if any(ord(character) < 0x20 or ord(character) == 0x7F for character in path):
-        return "it contains a control character"
-    if "\\" in path:
-        return "it contains a backslash"
-    for part in components:
-        if part in (b"", b".", b"..", OWN_DIRECTORY.encode()):
-            return f"it has the component {part.decode()!r}"
-        if len(part) > _MAX_COMPONENT_NBYTES:
-            return f"a component has {len(part)} bytes, over the {_MAX_COMPONENT_NBYTES} allowed"
-    return None
+from dcr_store.format.paths import path_problem
 
 
 def check_path(path: str) -> str:

@@ -22,7 +22,8 @@ from typing import Self
 import numpy as np
 
 from dcr_store.errors import IntegrityError, InvalidInputError, NotFoundError, StorageError
-from dcr_store.layout.dtypes import SPACES, Bits, uint_dtype, width
+from dcr_store.format.documents import SPACES
+from dcr_store.layout.dtypes import Bits, uint_dtype, width
 from dcr_store.layout.layout import Layout
 from dcr_store.targets.chunks import check_chunk
 from dcr_store.targets.file_bytes import write_exactly

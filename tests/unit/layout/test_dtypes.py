@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from dcr_store.errors import FormatError, InvalidInputError
-from dcr_store.layout.dtypes import DTYPES, MAX_ELEMENTS, SPACES, aligned, dtype, n_elements, shown, uint_dtype, width
+from dcr_store.format.documents import SPACES
+from dcr_store.layout.dtypes import DTYPES, MAX_ELEMENTS, aligned, dtype, n_elements, shown, uint_dtype, width
 
 SPEC = Path(__file__).parents[3] / "docs" / "spec" / "v1.md"
 

@@ -15,7 +15,8 @@ import pytest
 import safetensors.numpy
 
 from dcr_store.errors import DcrError, FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
-from dcr_store.layout.dtypes import DTYPES, SPACES, n_elements, uint_dtype
+from dcr_store.format.documents import SPACES
+from dcr_store.layout.dtypes import DTYPES, n_elements, uint_dtype
 from dcr_store.layout.layout import Layout, LayoutBuilder
 from dcr_store.targets import file_bytes
 from dcr_store.targets.checkpoint import open_checkpoint

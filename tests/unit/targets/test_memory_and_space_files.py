@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from dcr_store.errors import IntegrityError, InvalidInputError, NotFoundError, StorageError
-from dcr_store.layout.dtypes import DTYPES, SPACES, uint_dtype, width
+from dcr_store.format.documents import SPACES
+from dcr_store.layout.dtypes import DTYPES, uint_dtype, width
 from dcr_store.layout.layout import Layout, LayoutBuilder
 from dcr_store.layout.tensors import to_array
 from dcr_store.targets.memory import MemoryTarget
