@@ -39,7 +39,7 @@ from rich.table import Table
 
 import dcr_store
 from dcr_store.codec import kernels
-from dcr_store.codec.chunk import find_changes
+from dcr_store.codec.chunk import compare
 from dcr_store.codec.digest import crc64
 from dcr_store.codec.portable import get_codec
 from dcr_store.layout.tensors import to_array
@@ -177,9 +177,8 @@ class Stages:
             np.copyto(bits[i], base[i])
 
         def encode(i: int) -> bytes:
-            crc64(base[i])
-            crc64(new[i])
-            return DELTA.encode_sparse(*find_changes(base[i], new[i]), CHUNK)
+            positions, masks, _ = compare(base[i], new[i])
+            return DELTA.encode_sparse(positions, masks, CHUNK)
 
         def encode_proven(i: int) -> None:
             private = scratch("u16", CHUNK)  # as publish does: the caller's memory may change

@@ -16,6 +16,7 @@ import numpy as np
 
 from dcr_store.codec import kernels, sparse
 from dcr_store.codec.arguments import check_out, check_target, checked_bits, checked_dtype, checked_sparse
+from dcr_store.codec.digest import crc64
 from dcr_store.codec.streams import StreamReader
 from dcr_store.codec.values import append_planes, choose_rotation, read_planes
 from dcr_store.errors import FormatError, InvalidInputError
@@ -36,6 +37,7 @@ HEADER_NBYTES: Final = 8
 # From this share of non-zero elements on they may be an anchor's bits, for which dense is best.
 _DENSE_FROM: Final = 0.95
 _SAMPLE: Final = 1 << 12
+_BLOCK_NBYTES: Final = 1 << 19  # with the base's block it stays in the L2 cache
 
 
 def encode(mask: Bits, base: Bits | None = None) -> bytes:
@@ -222,6 +224,41 @@ def find_changes(base: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits]:
     InvalidInputError
         The arrays differ in dtype or length, or are not 1-D unsigned integers.
     """
+    base, new = _checked_pair(base, new)
+    return kernels.engine(new.nbytes).find_changes(base, new)
+
+
+def compare(base: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, int]:
+    """Compare two chunks like ``find_changes``, and digest the new one while its bits are in the cache.
+
+    Returns
+    -------
+    positions : ndarray of uint32, shape (n,)
+    masks : ndarray like `new`, shape (n,)
+    digest : int
+        CRC-64/NVME of `new`, which must be C-contiguous.
+    """
+    base, new = _checked_pair(base, new)
+    engine = kernels.engine(new.nbytes)
+    step = _BLOCK_NBYTES // new.dtype.itemsize
+    found: list[NDArray[np.uint32]] = []
+    masks: list[Bits] = []
+    digest = 0
+    for start in range(0, max(1, len(new)), step):
+        block = new[start : start + step]
+        positions, values = engine.find_changes(base[start : start + step], block)
+        found.append(positions + np.uint32(start))
+        masks.append(values)
+        digest = crc64(block, digest)
+    return np.concatenate(found), np.concatenate(masks), digest
+
+
+def is_zero(data: Bytes) -> bool:
+    """Tell whether an encoded chunk says of itself that no element is set. Such chunks need not be stored."""
+    return len(data) == HEADER_NBYTES and data[0] == ZERO
+
+
+def _checked_pair(base: Bits, new: Bits) -> tuple[Bits, Bits]:
     base, new = checked_bits(base, "base", empty=True), checked_bits(new, "new", empty=True)
     if base.dtype != new.dtype or base.shape != new.shape:
         raise InvalidInputError(
@@ -229,12 +266,7 @@ def find_changes(base: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits]:
             expected=f"{base.dtype} {base.shape}",
             found=f"{new.dtype} {new.shape}",
         )
-    return kernels.engine(new.nbytes).find_changes(base, new)
-
-
-def is_zero(data: Bytes) -> bool:
-    """Tell whether an encoded chunk says of itself that no element is set. Such chunks need not be stored."""
-    return len(data) == HEADER_NBYTES and data[0] == ZERO
+    return base, new
 
 
 def _encode_sparse(positions: NDArray[np.uint32], values: Bits, n_elements: int) -> bytes:

@@ -28,20 +28,22 @@ ROOT_PREFIX: Final = b"dcr-root-1"
 _ZEROS_NBYTES: Final = 1 << 20
 
 
-def crc64(data: Buffer) -> int:
+def crc64(data: Buffer, before: int = 0) -> int:
     """Return CRC-64/NVME of a buffer of any length.
 
     Parameters
     ----------
     data : buffer
         bytes, bytearray, memoryview or ndarray, C-contiguous; read only. An array counts as its bytes in memory.
+    before : int
+        The digest of what precedes the buffer, if that is one piece of something longer.
 
     Raises
     ------
     InvalidInputError
         `data` is not C-contiguous.
     """
-    return int(checksums.crc64nvme(_contiguous(data)))
+    return int(checksums.crc64nvme(_contiguous(data), before))
 
 
 def crc32c(data: Buffer) -> int:

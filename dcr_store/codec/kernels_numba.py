@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _GROUP: Final = 8  # words
-_BLOCK: Final = 1 << 13  # words
+_BLOCK: Final = 1 << 12  # words
 
 _kernels: Final[dict[tuple[str, ...], Callable[..., Any]]] = {}
 _compiling: Final = threading.Lock()
@@ -53,27 +53,27 @@ def find_changes(base: Bits, new: Bits) -> tuple[U32, Bits]:
     if not (base.flags.aligned and new.flags.aligned):
         return kernels_numpy.find_changes(base, new)
     n_whole = _n_in_whole_words(new)
-    return _find(new, base[:n_whole].view(np.uint64), -1, base[n_whole:] ^ new[n_whole:])
+    return _find(new, base[:n_whole].view(np.uint64), 1, base[n_whole:] ^ new[n_whole:])
 
 
 def find_nonzero(mask: Bits) -> tuple[U32, Bits]:
     """Return the positions of the non-zero elements of a mask, and their values."""
     if not mask.flags.aligned:
         return kernels_numpy.find_nonzero(mask)
-    return _find(mask, np.zeros(_GROUP, np.uint64), _GROUP - 1, mask[_n_in_whole_words(mask) :])
+    return _find(mask, np.zeros(_BLOCK, np.uint64), 0, mask[_n_in_whole_words(mask) :])
 
 
 def _n_in_whole_words(bits: Bits) -> int:
     return len(bits) - len(bits) % (8 // bits.dtype.itemsize)
 
 
-def _find(bits: Bits, base: U64, base_mask: int, rest: Bits) -> tuple[U32, Bits]:
-    """Find what `bits` differ in from `base`, of which word ``i & base_mask`` belongs to word `i` of `bits`."""
+def _find(bits: Bits, base: U64, base_step: int, rest: Bits) -> tuple[U32, Bits]:
+    """Find what `bits` differ in from `base`; with `base_step` 0 the base of every block is the same."""
     n_rest = len(rest)
     positions = np.empty(len(bits) + 8, np.uint32)
     masks = np.empty(len(bits) + 8, bits.dtype)
     kernel = _kernel(_find_in_words, "uint64", "uint64", "", "uint32 out", bits.dtype.name + " out")
-    n = kernel(bits[: len(bits) - n_rest].view(np.uint64), base, base_mask, positions, masks)
+    n = kernel(bits[: len(bits) - n_rest].view(np.uint64), base, base_step, positions, masks)
     lanes = rest.nonzero()[0]
     positions[n : n + len(lanes)] = lanes + (len(bits) - n_rest)
     masks[n : n + len(lanes)] = rest[lanes]
@@ -170,47 +170,52 @@ def _numba_type(argument: str) -> Any:
 # In numba an operation on uint64 and int64 gives float64: constants that meet uint64 are made uint64.
 
 
-def _find_in_words(bits: U64, base: U64, base_mask: int, positions: U32, masks: Bits) -> Any:
-    # Groups of words that differ, then words, then elements. A branch skips groups; words and elements are all written
-    # down, and the index steps on only if they differ: branches would be mispredicted too often.
+def _find_in_words(bits: U64, base: U64, base_step: int, positions: U32, masks: Bits) -> Any:
+    # Words are compared into a buffer that stays in the L1 cache, by a loop that LLVM makes vectors of. Then groups of
+    # words that differ, then words, then elements: all are written down, and the index steps on only if they differ,
+    # for branches would be mispredicted too often.
+    differ = np.zeros(_BLOCK, np.uint64)
+    groups = np.empty(_BLOCK // _GROUP + 1, np.uint64)
     hits = np.empty(_BLOCK + 1, np.uint64)
     words = np.empty(_BLOCK + 1, np.uint64)
     in_word = 8 // masks.itemsize
     n_bits = np.uint64(8 * masks.itemsize)
-    wrap = np.uint64(base_mask)
-    n = np.uint64(0)
+    zero = np.uint64(0)
+    n = zero
     for start in range(0, len(bits), _BLOCK):
-        stop = min(start + _BLOCK, len(bits))
-        stop_groups = stop - (stop - start) % _GROUP
-        n_hits = np.uint64(0)
-        for group in range(start, stop_groups, _GROUP):
-            i = np.uint64(group)
-            j = i & wrap
-            differ = np.uint64(0)
+        n_words = min(_BLOCK, len(bits) - start)
+        block = bits[start : start + n_words]
+        base_block = base[start * base_step : start * base_step + n_words]
+        for i in range(n_words):
+            differ[i] = block[i] ^ base_block[i]
+        n_groups = np.uint64((n_words + _GROUP - 1) // _GROUP)
+        for rest in range(n_words, np.int64(n_groups) * _GROUP):
+            differ[rest] = zero
+        n_found = zero
+        for group in range(n_groups):
+            first = np.uint64(group) * np.uint64(_GROUP)
+            some = zero
             for step in range(_GROUP):
-                differ |= bits[i + np.uint64(step)] ^ base[j + np.uint64(step)]
-            if differ != np.uint64(0):
-                for step in range(_GROUP):
-                    differ = bits[i + np.uint64(step)] ^ base[j + np.uint64(step)]
-                    hits[n_hits] = i + np.uint64(step)
-                    words[n_hits] = differ
-                    n_hits += np.uint64(differ != np.uint64(0))
-        for rest in range(stop_groups, stop):
-            i = np.uint64(rest)
-            differ = bits[i] ^ base[i & wrap]
-            hits[n_hits] = i
-            words[n_hits] = differ
-            n_hits += np.uint64(differ != np.uint64(0))
+                some |= differ[first + np.uint64(step)]
+            groups[n_found] = first
+            n_found += np.uint64(some != zero)
+        n_hits = zero
+        for found in range(n_found):
+            for step in range(_GROUP):
+                i = groups[found] + np.uint64(step)
+                hits[n_hits] = i
+                words[n_hits] = differ[i]
+                n_hits += np.uint64(differ[i] != zero)
         for hit in range(n_hits):
-            first = hits[hit] * np.uint64(in_word)
-            differ = words[hit]
+            first = (np.uint64(start) + hits[hit]) * np.uint64(in_word)
+            word = words[hit]
             for lane in range(in_word):
-                mask = masks.dtype.type(differ)
+                mask = masks.dtype.type(word)
                 positions[n] = first + np.uint64(lane)
                 masks[n] = mask
                 n += np.uint64(mask != 0)
                 if in_word > 1:
-                    differ >>= n_bits
+                    word >>= n_bits
     return n
 
 

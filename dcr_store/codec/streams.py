@@ -7,10 +7,11 @@ and zstd frames that do not state that very length or are followed by anything.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numcodecs.zstd import Zstd
+import zstandard
 
 from dcr_store.errors import FormatError
 
@@ -23,10 +24,20 @@ STORED: Final = 0
 ZSTD: Final = 1
 CONSTANT: Final = 2
 
-_ZSTD: Final = Zstd(level=1)
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _WORTH_TRYING_NBYTES: Final = 24  # a frame's own headers and tables take about as much
 _MAX_UINT_NBYTES: Final = 5  # no length of the format reaches 2^35
+
+
+class _Contexts(threading.local):
+    """A thread's own zstd contexts: to make one for each stream takes as long as to compress it."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=1)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_contexts: Final = _Contexts()
 
 
 def append_uint(out: bytearray, value: int) -> None:
@@ -66,7 +77,7 @@ def _smallest(content: U8, compressible: bool) -> tuple[int, memoryview]:
     if nbytes > 1 and content[0] == content[-1] and not np.any(content != content[0]):
         return CONSTANT, content[:1].data
     if compressible and nbytes >= _WORTH_TRYING_NBYTES:
-        frame = _ZSTD.encode(content)
+        frame = _contexts.compressor.compress(content.data)
         if len(frame) < nbytes:
             return ZSTD, memoryview(frame)
     return STORED, content.data
@@ -155,14 +166,13 @@ def _decompress(frame: memoryview, nbytes: int, what: str) -> U8:
     content_nbytes, frame_nbytes = _frame_extent(frame)
     _expect(f"content size in the zstd frame of {what}", nbytes, content_nbytes)
     _expect(f"zstd frame of {what}", len(frame), frame_nbytes, "{} bytes")
-    out = np.empty(nbytes, np.uint8)
     try:
-        _ZSTD.decode(frame, out)
-    except (RuntimeError, ValueError) as error:
+        content = _contexts.decompressor.decompress(frame)
+    except zstandard.ZstdError as error:
         raise FormatError(
             f"zstd frame of {what} is damaged: {error}", expected=f"{nbytes} bytes", found="none"
         ) from error
-    return out
+    return np.frombuffer(content, np.uint8)
 
 
 def _frame_extent(frame: memoryview) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr_store.codec.chunk import find_changes
+from dcr_store.codec.chunk import compare
 from dcr_store.codec.digest import crc64, zeros_digest
 from dcr_store.codec.portable import Codec, get_codec
 from dcr_store.errors import IntegrityError
@@ -105,8 +105,7 @@ def encode_delta(codec: Codec, space: str, chunk: int, base: Bits, base_digest: 
     IntegrityError
         If the encoded chunk does not decode to the mask.
     """
-    positions, values = find_changes(base, new)
-    digest = crc64(new)
+    positions, values, digest = compare(base, new)
     if len(positions) == 0:
         return EncodedChunk(space, chunk, None, 0, digest, digest) if digest == base_digest else None
     data = codec.encode_sparse(positions, values, len(new))

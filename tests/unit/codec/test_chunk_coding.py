@@ -9,6 +9,7 @@ import pytest
 from unit.codec.chunk_cases import BITMAP, CONSTANT, DENSE, DTYPES, RAW, SPARSE, ZERO, big_masks, header, masks, stream
 
 from dcr_store.codec import chunk
+from dcr_store.codec.digest import crc64
 from dcr_store.errors import FormatError, InvalidInputError
 
 
@@ -180,3 +181,22 @@ def test_chunk_of_another_array_is_refused(engine: str) -> None:
 def test_encoding_is_deterministic() -> None:
     for _, mask in big_masks():
         assert chunk.encode(mask) == chunk.encode(mask.copy())
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
+@pytest.mark.parametrize("n_elements", [0, 1, 1 << 16, (1 << 20) + 5])
+def test_compare_finds_and_digests(dtype: str, n_elements: int) -> None:
+    rng = np.random.default_rng(n_elements)
+    new = rng.integers(0, np.iinfo(dtype).max, n_elements, dtype)
+    base = new.copy()
+    base[:: n_elements // 9 + 1] ^= np.array(5, dtype)
+    positions, masks, digest = chunk.compare(base, new)
+    wanted = np.flatnonzero(base != new)
+    assert np.array_equal(positions, wanted)
+    assert np.array_equal(masks, (base ^ new)[wanted])
+    assert digest == crc64(new.tobytes())
+
+
+def test_compare_refuses_a_longer_base() -> None:
+    with pytest.raises(InvalidInputError, match="do not fit"):
+        chunk.compare(np.zeros(1 << 19, np.uint8), np.zeros(1 << 18, np.uint8))
