@@ -276,8 +276,10 @@ class Store:
 
         if framework not in ("numpy", "torch"):
             raise InvalidInputError("unknown framework", key="framework", expected="numpy or torch", found=framework)
-        if isinstance(tensors, str):
-            raise InvalidInputError("tensors is a list of names", key="tensors", expected=[tensors], found=tensors)
+        if isinstance(tensors, str) or not (tensors is None or isinstance(tensors, Iterable)):
+            raise InvalidInputError(
+                "is no list of names", key="tensors", expected="names in a list", found=repr(tensors)
+            )
         return read(self._catalog, self._catalog.resolve(version), tensors, framework)
 
     def diff(self, a: str, b: str) -> Diff:

@@ -7,8 +7,10 @@ Parses with fsspec, but for plain paths, so that a command on them need not impo
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dcr_store.errors import InvalidInputError, StorageError
 from dcr_store.objects.local import LocalObjects
@@ -16,9 +18,9 @@ from dcr_store.objects.memory import MemoryObjects
 from dcr_store.objects.retry import RetryPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dcr_store.ports import ObjectStore
+
+_SCHEME: Final = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def open_objects(
@@ -47,9 +49,17 @@ def open_objects(
     StorageError
         The package that the protocol needs is not installed.
     """
-    text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
+    try:
+        text = os.fspath(url)
+    except TypeError:
+        text = None
+    if isinstance(text, str):
+        text = _SCHEME.sub(lambda match: match[0].lower(), text)
     if not isinstance(text, str) or text in ("", "file://", "local://") or "\0" in text:
         raise InvalidInputError(f"not a store's URL: {url!r}; give a path, file://, memory:// or s3://bucket/prefix")
+    if not (storage_options is None or isinstance(storage_options, Mapping)):
+        found = type(storage_options).__name__  # not what it holds: that may be a secret
+        raise InvalidInputError("are no options", key="storage_options", expected="a mapping", found=found)
     if ":" not in text and not text.startswith("~") and not storage_options:
         return LocalObjects(str(Path(text).absolute()), retry)
     from fsspec.core import split_protocol
@@ -73,4 +83,11 @@ def open_objects(
         raise InvalidInputError(f"{text!r} takes no storage options, but {sorted(storage_options)} were given")
     if protocol == "memory":
         return MemoryObjects(path)
-    return LocalObjects(LocalFileSystem._strip_protocol(text), retry)
+    path = LocalFileSystem._strip_protocol(text)
+    if not path.startswith("/"):  # what cannot be expanded stays as it is
+        user = path.partition("/")[0][1:]
+        raise InvalidInputError(
+            f"cannot keep a store at {text!r}: there is no user {user!r} here; give the whole path, or ./~… for a "
+            "directory of that name"
+        )
+    return LocalObjects(path, retry)

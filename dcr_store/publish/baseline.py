@@ -15,7 +15,6 @@ import shutil
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +32,7 @@ from dcr_store.payload.version import Table
 from dcr_store.publish.spool import ChunkSpool
 from dcr_store.publish.state import Changes
 from dcr_store.publish.temporary import LOCK, make_locked
+from dcr_store.targets.paths import local_path
 from dcr_store.targets.space_file import SpaceFiles
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
@@ -69,7 +69,7 @@ class Baseline:
             if directory is None:
                 self.directory, self._lock = make_locked("dcr-baseline-")
             else:
-                self.directory = Path(directory)
+                self.directory = local_path(directory, "baseline")
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._lock = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:

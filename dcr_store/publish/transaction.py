@@ -173,7 +173,7 @@ class Transaction:
         if self._written:
             raise InvalidInputError(
                 f"a checkpoint cannot be added to {self.version}, which has tensors already; use one for each",
-                key=os.fspath(directory),
+                key=str(directory),
             )
         with open_checkpoint(directory) as checkpoint, self._whole():
             self._write_tensors(checkpoint)

@@ -30,6 +30,7 @@ from dcr_store.receive.structure import Structure
 from dcr_store.targets.checkpoint import open_checkpoint
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
 from dcr_store.targets.marker import Marker, Unreadable, lock, read_marker, write_marker
+from dcr_store.targets.paths import local_path
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
 from dcr_store.versions.replay import Outcome, classify, digests, everywhere, replay
@@ -118,11 +119,9 @@ def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, 
         If the store is damaged; names the key. The directory can be pulled again.
     """
     started = time.perf_counter()
-    if not os.fspath(directory):
-        raise InvalidInputError("the directory has no name; an unset variable does not mean this directory")
+    root = local_path(directory, "directory")
     contents = catalog.contents(goal)
     goal_files = structure.structure_of(catalog.objects, contents)
-    root = Path(directory)
     try:
         root.mkdir(parents=True, exist_ok=True)
         root = root.resolve()

@@ -27,7 +27,7 @@ from dcr_store.targets.checkpoint_listing import (
     list_checkpoint,
 )
 from dcr_store.targets.file_bytes import read_exactly
-from dcr_store.targets.paths import check_path
+from dcr_store.targets.paths import check_path, local_path
 from dcr_store.targets.safetensors_file import FileTensor, Header, read_header
 
 
@@ -248,13 +248,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     FormatError
         If a file is no safetensors file or the index is malformed.
     """
-    place = Path(path)
+    place = local_path(path, "directory")
     try:
         status = place.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFoundError("there is no such checkpoint; check the path", key=str(place)) from error
-    except (OSError, ValueError) as error:
-        raise StorageError(f"cannot be opened: {error}", key=str(place)) from error
+    except OSError as error:
+        raise StorageError(f"cannot be opened: {error.strerror}", key=str(place)) from error
     if stat.S_ISDIR(status.st_mode):
         return _open_directory(place.resolve())
     if not place.name.endswith(SUFFIX):

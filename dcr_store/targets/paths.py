@@ -20,6 +20,30 @@ def check_path(path: str) -> str:
     return path
 
 
+def local_path(value: object, argument: str) -> Path:
+    """Return a caller's path as it was given.
+
+    Parameters
+    ----------
+    value : object
+        What the caller gave as `argument`.
+
+    Raises
+    ------
+    InvalidInputError
+        If it is no path: not text or path-like, empty (an unset variable must not mean this directory), or with NUL.
+    """
+    try:
+        text = os.fspath(value)  # type: ignore[call-overload]
+    except TypeError:
+        text = None
+    if not isinstance(text, str) or text == "" or "\0" in text:
+        raise InvalidInputError(
+            "is no path", key=argument, expected="text or a path, not empty, without NUL", found=f"{value!r:.200}"
+        )
+    return Path(text)
+
+
 def existing_directory(directory: str | os.PathLike[str]) -> Path:
     """Return a directory's real path, so that a later change of a symbolic link to it changes nothing for us."""
     path = Path(directory)

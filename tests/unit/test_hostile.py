@@ -33,6 +33,7 @@ from dcr_store.errors import (
 from dcr_store.format import canonical
 from dcr_store.format.documents import CheckpointFile, ObjectRef, Seal, StoreDocument
 from dcr_store.layout.layout import Layout, LayoutBuilder
+from dcr_store.objects.open import open_objects
 from dcr_store.store import Store
 
 STATE = {"a": np.arange(300, dtype=np.float32), "b": np.ones((5, 7), np.int16)}
@@ -690,6 +691,80 @@ def test_urls(sentinel: Path, url: Any) -> None:
     finally:
         os.chdir(here)
     assert not any(sentinel.iterdir())
+
+
+@pytest.mark.parametrize("url", ["~no-such-user/store", "file://~no-such-user/store", "LOCAL://~no-such-user/x"])
+def test_homes_of_users_that_do_not_exist(sentinel: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.chdir(sentinel)
+    for call in (dcr_store.open, dcr_store.create):
+        with pytest.raises(InvalidInputError, match="there is no user 'no-such-user' here"):
+            call(url)
+    assert not any(sentinel.iterdir())
+    with dcr_store.create("./~no-such-user/store") as store:
+        assert store.url == f"{sentinel}/~no-such-user/store"
+
+
+@pytest.mark.parametrize("scheme", ["file", "FILE", "File", "local", "LOCAL"])
+def test_schemes_in_any_case(sentinel: Path, scheme: str) -> None:
+    with dcr_store.create(f"{scheme}://{sentinel}/Store") as store:
+        assert store.url == f"{sentinel}/Store", "the path keeps its case"
+    assert dcr_store.open(f"{scheme.swapcase()}://{sentinel}/Store").store_id == store.store_id
+
+
+def test_schemes_of_other_backends_in_any_case() -> None:
+    name = secrets.token_hex(8)
+    with dcr_store.create(f"MEMORY://{name}") as store:
+        assert dcr_store.open(f"memory://{name}").store_id == store.store_id
+    assert open_objects("S3://Bucket/Prefix").url == "s3://Bucket/Prefix"
+
+
+@pytest.mark.parametrize("options", [3, "key", [("key", "secret")]], ids=str)
+def test_storage_options_that_are_none(options: Any) -> None:
+    for url in ("s3://bucket/x", "memory://x", "x"):
+        with pytest.raises(InvalidInputError, match="storage_options: are no options") as caught:
+            dcr_store.open(url, storage_options=options)
+        assert "secret" not in str(caught.value)
+
+
+class PathLike:
+    """What ``os.fspath`` is told."""
+
+    def __init__(self, path: object) -> None:
+        self.path = path
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+
+NO_PATHS = ["", "a\0b", b"bytes", 3, 0.5, True, [], object(), PathLike(b"bytes"), PathLike(3), PathLike("a\0b")]
+
+
+@pytest.mark.parametrize("path", [*NO_PATHS, None], ids=lambda path: type(path).__name__)
+def test_what_is_no_path(store: Store, sentinel: Path, monkeypatch: pytest.MonkeyPatch, path: Any) -> None:
+    """``None`` is a baseline: a temporary one."""
+    (sentinel / "work").mkdir()
+    monkeypatch.chdir(sentinel / "work")
+    calls: dict[str, Callable[[], object]] = {
+        "pull": lambda: store.pull(path),
+        "checkout": lambda: store.checkout("main", path),
+        "compare_directory": lambda: store.compare_directory("main", path),
+        "write_checkpoint": lambda: write_checkpoint(store, path),
+    }
+    for name, call in calls.items():
+        with pytest.raises(InvalidInputError, match="directory: is no path"):
+            pytest.fail(f"{name} took it: {call()}")
+    if path is not None:
+        with pytest.raises(InvalidInputError, match="baseline: is no path"):
+            store.begin(baseline=path)
+    for url_call in (dcr_store.open, dcr_store.create):
+        with pytest.raises(InvalidInputError, match="not a store's URL"):
+            url_call(path)
+    assert not any((sentinel / "work").iterdir())
+
+
+def write_checkpoint(store: Store, path: Any) -> None:
+    with store.begin() as transaction:
+        transaction.write_checkpoint(path)
 
 
 def test_metadata_come_back_and_do_no_harm(store: Store) -> None:
