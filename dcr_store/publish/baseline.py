@@ -15,6 +15,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from dcr_store import events
 from dcr_store.codec import kernels
 from dcr_store.codec.digest import crc64
 from dcr_store.codec.portable import Codec
-from dcr_store.errors import ConflictError, DcrError, IntegrityError, StorageError
+from dcr_store.errors import ConflictError, DcrError, IntegrityError, InvalidInputError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import Bits, width
@@ -32,6 +33,8 @@ from dcr_store.payload.version import Table
 from dcr_store.publish.spool import ChunkSpool
 from dcr_store.publish.state import Changes
 from dcr_store.publish.temporary import LOCK, make_locked
+from dcr_store.targets.checkpoint_listing import SUFFIX
+from dcr_store.targets.own_directories import BASELINE_TAG, refuse_inside_store
 from dcr_store.targets.paths import local_path
 from dcr_store.targets.space_file import SpaceFiles
 from dcr_store.versions.catalog import Catalog, Located
@@ -53,9 +56,15 @@ class Baseline:
         Made if missing. None: a temporary directory, removed at the end.
     store_id, line : str
         What it is a baseline of; a directory of another store or line is emptied.
+
+    Raises
+    ------
+    InvalidInputError
+        If `directory` is a checkpoint, or in a store.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, store_id: str, line: str, chunk_elements: int) -> None:
+        place = None if directory is None else _checked(directory)
         self.line, self.store_id, self.chunk_elements = line, store_id, chunk_elements
         self._temporary = directory is None
         self._pid = os.getpid()
@@ -66,10 +75,10 @@ class Baseline:
         self._tables: Mapping[str, Table] = {}
         self._catalog: Catalog | None = None
         try:
-            if directory is None:
+            if place is None:
                 self.directory, self._lock = make_locked("dcr-baseline-")
             else:
-                self.directory = local_path(directory, "baseline")
+                self.directory = place
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._lock = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -87,6 +96,8 @@ class Baseline:
                 "another publisher is using this baseline; wait for it, or name another directory (--baseline)",
                 key=str(self.directory),
             ) from error
+        with self._translated():
+            os.pwrite(self._lock, BASELINE_TAG, 0)  # tells whoever publishes what is around it to leave it out
 
     # ------------------------------------------------------------------ the base
 
@@ -320,6 +331,21 @@ class Baseline:
     def is_of_this_process(self) -> bool:
         """Whether this process made it, and not one that forked it."""
         return self._pid == os.getpid()
+
+
+def _checked(directory: str | os.PathLike[str]) -> Path:
+    """Return a place for a baseline; refuse one that is a checkpoint or in a store, before anything is written."""
+    place = local_path(directory, "baseline")
+    refuse_inside_store(place, "the baseline")
+    with contextlib.suppress(OSError):  # which says itself what is wrong when the directory is made
+        if weights := sorted(path.name for path in place.iterdir() if path.name.endswith(SUFFIX)):
+            raise InvalidInputError(
+                "is a checkpoint; give the baseline a directory of its own (--baseline)",
+                key=str(place),
+                expected="no safetensors files",
+                found=weights[0],
+            )
+    return place
 
 
 def _remove(directory: str, pid: int) -> None:

@@ -13,8 +13,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
-LOCK = "lock"
+from dcr_store.targets.own_directories import BASELINE_LOCK
+
+LOCK: Final = BASELINE_LOCK
 
 
 def make_locked(prefix: str) -> tuple[Path, int]:

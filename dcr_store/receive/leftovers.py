@@ -19,7 +19,8 @@ from dcr_store.format import canonical
 from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.receive import structure
 from dcr_store.receive.structure import Structure
-from dcr_store.targets.checkpoint_listing import SUFFIX, holds_store, is_index
+from dcr_store.targets.checkpoint_listing import SUFFIX, is_index
+from dcr_store.targets.own_directories import holds_baseline, holds_store
 from dcr_store.targets.paths import fsync_directory, path_inside
 from dcr_store.versions.catalog import Catalog, Located
 
@@ -100,13 +101,13 @@ def clear_own(root: Path) -> None:
 
 
 def _others(root: Path) -> set[str]:
-    """Return the relative paths of all regular files in a directory but our own and those of stores."""
+    """Return the relative paths of all regular files in a directory but our own and those of stores and baselines."""
     found = set()
     for parent, directories, files in os.walk(root, onerror=_refuse):
         place = Path(parent).relative_to(root)
         if place == Path():
             directories[:] = [name for name in directories if name != OWN_DIRECTORY]
-        if holds_store(root / place):
+        if holds_store(root / place) or holds_baseline(root / place):
             directories.clear()
             continue
         found |= {(place / name).as_posix() for name in files if _is_file(root / place / name)}

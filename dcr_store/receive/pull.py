@@ -30,6 +30,7 @@ from dcr_store.receive.structure import Structure
 from dcr_store.targets.checkpoint import open_checkpoint
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
 from dcr_store.targets.marker import Marker, Unreadable, lock, read_marker, write_marker
+from dcr_store.targets.own_directories import refuse_inside_store
 from dcr_store.targets.paths import local_path
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
@@ -112,7 +113,7 @@ def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, 
     Raises
     ------
     InvalidInputError
-        If the directory holds foreign weights (nothing was changed), or cannot be written in place.
+        If the directory holds foreign weights (nothing was changed), cannot be written in place, or is in a store.
     ConflictError
         If another process is writing the directory.
     IntegrityError
@@ -120,11 +121,13 @@ def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, 
     """
     started = time.perf_counter()
     root = local_path(directory, "directory")
+    refuse_inside_store(root, "the checkpoint")
     contents = catalog.contents(goal)
     goal_files = structure.structure_of(catalog.objects, contents)
     try:
         root.mkdir(parents=True, exist_ok=True)
         root = root.resolve()
+        structure.refuse_own(root, goal_files)
         is_new = not any(root.iterdir())
         is_ours = (root / OWN_DIRECTORY).is_dir()
     except OSError as error:

@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from dcr_store import events
 from dcr_store.errors import DcrError, FormatError, InvalidInputError, StorageError
@@ -23,6 +23,7 @@ from dcr_store.payload.version import VersionContents, fetch, fetch_all
 from dcr_store.ports import ObjectStore
 from dcr_store.targets.directory import WeightFile
 from dcr_store.targets.file_map import FileMap
+from dcr_store.targets.own_directories import holds_baseline, holds_store
 from dcr_store.targets.paths import fsync_directory, path_inside
 from dcr_store.targets.safetensors_file import make_header, parse_header, read_header
 
@@ -178,6 +179,19 @@ def write_sides(objects: ObjectStore, root: Path, goal: Structure) -> int:
         except OSError as error:
             raise StorageError(f"cannot be written: {error.strerror}", key=str(place)) from error
     return nbytes
+
+
+def refuse_own(root: Path, goal: Structure) -> None:
+    """Raise ``InvalidInputError`` if files of `goal` would go into a store or a baseline below a directory."""
+    for parent in sorted({parent for path in goal.paths() for parent in PurePosixPath(path).parents if parent.name}):
+        place = path_inside(root, str(parent))
+        if holds_store(place) or holds_baseline(place):
+            raise InvalidInputError(
+                "files of the version would go into a store or a baseline; give the checkpoint a directory of its own",
+                key=str(root),
+                expected="a directory for the checkpoint alone",
+                found=f"the {'store' if holds_store(place) else 'baseline'} {place}",
+            )
 
 
 def conflicts(objects: ObjectStore, root: Path, goal: Structure) -> list[str]:

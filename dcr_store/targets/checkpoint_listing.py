@@ -1,8 +1,7 @@
 """What belongs to a checkpoint in a directory, found by names, sizes and the index; tensors are not looked at.
 
 Refuses directories without safetensors, sets with a file missing, indexes that disagree with the files, stores, and
-paths that cannot be stored; says what was found and what to do. A store inside the directory is left out: as files of a
-version its objects would be removed when that version is.
+paths that cannot be stored; says what was found and what to do. Stores and baselines inside the directory are left out.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from dcr_store.format import canonical
 from dcr_store.format.names import STORE_KEY
 from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.layout.dtypes import shown
+from dcr_store.targets.own_directories import BASELINE_LOCK, holds_baseline, holds_store
 from dcr_store.targets.paths import check_path
 
 MAX_SIDE_NBYTES: Final = 64 << 20
 SUFFIX: Final = ".safetensors"
-_MAX_STORE_NBYTES: Final = 1 << 16
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _SKIPPED: Final = (".git", ".cache")
@@ -73,6 +72,14 @@ def list_checkpoint(root: Path) -> Listing:
             expected="a checkpoint",
             found=STORE_KEY,
         )
+    if holds_baseline(root):
+        raise InvalidInputError(
+            "is a baseline too, and its files are no files of a checkpoint; move baseline.json, lock and u*.bin to a "
+            "directory of their own",
+            key=str(root),
+            expected="a checkpoint",
+            found=BASELINE_LOCK,
+        )
     weights: list[str] = []
     side: list[SideFile] = []
     left_out: list[LeftOut] = []
@@ -107,6 +114,8 @@ def _walk(root: Path, below: str, left_out: list[LeftOut]) -> Iterator[tuple[str
             path = check_path(below + entry.name)
             if entry.is_dir(follow_symlinks=False) and holds_store(root / path):
                 left_out.append(LeftOut(path, "a store"))
+            elif entry.is_dir(follow_symlinks=False) and holds_baseline(root / path):
+                left_out.append(LeftOut(path, "a baseline"))
             elif entry.is_dir(follow_symlinks=False):
                 yield from _walk(root, path + "/", left_out)
             elif _leads_nowhere(entry):
@@ -119,19 +128,6 @@ def _walk(root: Path, below: str, left_out: list[LeftOut]) -> Iterator[tuple[str
                 left_out.append(LeftOut(path, "no regular file"))
     except OSError as error:
         raise StorageError(f"cannot be listed: {error.strerror}", key=str(root / below)) from error
-
-
-def holds_store(directory: Path) -> bool:
-    """Return whether a directory is the root of a store, of whatever format version."""
-    place = directory / STORE_KEY
-    try:
-        if not place.is_file():  # a pipe must not make us wait
-            return False
-        with place.open("rb") as file:
-            canonical.decode_object(file.read(_MAX_STORE_NBYTES), STORE_KEY, "dcr-store")
-    except (OSError, FormatError):
-        return False
-    return True
 
 
 def _leads_nowhere(entry: os.DirEntry[str]) -> bool:

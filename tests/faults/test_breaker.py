@@ -207,3 +207,99 @@ def test_a_directory_beyond_a_lost_delta_is_pulled_back_before_it(tmp_path: Path
             store.pull(tmp_path / "node", "main@3")
         store.pull(tmp_path / "node", "main@0")
         assert store.compare_directory("main@0", tmp_path / "node").problems == []
+
+
+@pytest.mark.parametrize("where", [".", "versions", "log/main", "new", "a/new", "link"])
+def test_nothing_is_pulled_into_a_store(tmp_path: Path, where: str) -> None:
+    """Its own and another one; named directly, or through a link."""
+    place = tmp_path / "store"
+    store = dcr_store.create(place)
+    _publish(store, write_hf(tmp_path / "run", series(1)[0]))
+    other = dcr_store.create(tmp_path / "other")
+    _publish(other, tmp_path / "run")
+    (tmp_path / "aside").symlink_to(place)
+    target = tmp_path / "aside" if where == "link" else place / where
+    before = tree(place)
+    for source in (store, other):
+        for call in (
+            lambda s: s.pull(target),
+            lambda s: s.pull(target, force=True),
+            lambda s: s.checkout("main", target),
+        ):
+            with pytest.raises(InvalidInputError, match=rf"inside of one.*found the store {place}\)") as caught:
+                call(source)
+            assert caught.value.key == str(target)
+    with pytest.raises(InvalidInputError, match="inside of one"):
+        store.begin(baseline=target)
+    assert tree(place) == before
+    assert not (place / "new").exists()
+    assert not (place / "a").exists()
+    assert store.verify(deep=True).ok
+
+
+@pytest.mark.parametrize("kind", ["store", "baseline"])
+def test_no_file_of_a_version_goes_into_a_store_or_baseline_below(tmp_path: Path, kind: str) -> None:
+    store = dcr_store.create(tmp_path / "store")
+    checkpoint = write_hf(tmp_path / "run", series(1)[0])
+    (checkpoint / "sub" / "own" / "deep").mkdir(parents=True)
+    (checkpoint / "sub" / "own" / "deep" / "note").write_text("x")
+    _publish(store, checkpoint)
+    out = tmp_path / "out"
+    out.mkdir()
+    own = out / "sub" / "own"
+    if kind == "store":
+        dcr_store.create(own)
+    else:
+        with store.begin(baseline=own) as tx:
+            tx.write("a", np.ones(3))
+    before = tree(out)
+    for force in (False, True):
+        with pytest.raises(InvalidInputError, match=f"found the {kind} {own}"):
+            store.pull(out, "main@0", force=force)
+    assert tree(out) == before
+
+
+def test_a_baseline_inside_the_checkpoint_is_not_published(tmp_path: Path) -> None:
+    """Neither this one, which holds next to nothing before its first commit, nor that of another line or run."""
+    states = series(3)
+    checkpoint = write_hf(tmp_path / "run", states[0])
+    store = dcr_store.create(tmp_path / "store")
+    for step, state in enumerate(states):
+        write_hf(checkpoint, state, step=step)
+        for line in ("main", "exp"):
+            with store.begin(line, baseline=checkpoint / f"base-{line}") as tx:
+                left_out = tx.write_checkpoint(checkpoint).left_out
+            assert ("base-main", "a baseline") in left_out
+            assert not any("base" in path for path, _ in store.show(line).files)
+    before = tree(checkpoint / "base-main")
+    store.pull(checkpoint, "main@0")
+    (checkpoint / ".dcr" / "marker.json").unlink()
+    store.pull(checkpoint, "main@1")
+    assert tree(checkpoint / "base-main") == before
+    with store.begin("exp", baseline=checkpoint / "base-exp") as tx:
+        tx.write_checkpoint(checkpoint)
+    assert_same(store.read("exp@3"), states[1])
+
+
+def test_a_baseline_is_no_checkpoint(tmp_path: Path) -> None:
+    checkpoint = write_hf(tmp_path / "run", series(1)[0])
+    before = tree(checkpoint)
+    store = dcr_store.create(tmp_path / "store")
+    with pytest.raises(InvalidInputError, match="is a checkpoint; give the baseline a directory of its own"):
+        store.begin(baseline=checkpoint)
+    assert tree(checkpoint) == before
+    with store.begin(baseline=tmp_path / "base") as tx:
+        tx.write("a", np.ones(3))
+    write_hf(tmp_path / "base", series(1)[0])
+    with pytest.raises(InvalidInputError, match="is a baseline too"):
+        _publish(store, tmp_path / "base")
+
+
+def test_what_only_looks_like_a_baseline_is_published(tmp_path: Path) -> None:
+    checkpoint = write_hf(tmp_path / "run", series(1)[0])
+    for name, content in (("a", b""), ("b", b"4711\n"), ("c", b"dcr")):
+        (checkpoint / name).mkdir()
+        (checkpoint / name / "lock").write_bytes(content)
+    store = dcr_store.create(tmp_path / "store")
+    _publish(store, checkpoint)
+    assert {"a/lock", "b/lock", "c/lock"} <= {path for path, _ in store.show("main").files}
