@@ -34,6 +34,7 @@ from dcr_store.targets.own_directories import refuse_inside_store
 from dcr_store.targets.paths import local_path
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
+from dcr_store.versions.prefetch import Fetch
 from dcr_store.versions.replay import Outcome, classify, digests, everywhere, replay
 from dcr_store.versions.route import Route, route
 
@@ -100,7 +101,14 @@ class _Situation:
     abandoned: Located | None = None
 
 
-def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, force: bool = False) -> PullResult:
+def pull(
+    catalog: Catalog,
+    goal: Located,
+    directory: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    fetcher: Fetch | None = None,
+) -> PullResult:
     """Bring `directory` to the version `goal`.
 
     Parameters
@@ -109,6 +117,8 @@ def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, 
         Missing, empty, or with a checkpoint; changed in place.
     force : bool
         Replace weights that no version of the store has.
+    fetcher : callable, optional
+        Returns a partition's verified bytes; by default from the store.
 
     Raises
     ------
@@ -139,7 +149,7 @@ def pull(catalog: Catalog, goal: Located, directory: str | os.PathLike[str], *, 
             try:
                 if situation is None or read_marker(root) is not None:
                     situation = _examine(catalog, goal, goal_files, root, force=force, is_ours=is_ours)
-                outcome = _bring(catalog, goal, contents, goal_files, root, situation)
+                outcome = _bring(catalog, goal, contents, goal_files, root, situation, fetcher)
             except DcrError:
                 # Still locked, so nobody else's lock goes with ours.
                 if is_new and not (root / OWN_DIRECTORY / "marker.json").exists():
@@ -252,8 +262,28 @@ def identify(catalog: Catalog, root: Path) -> Located | None:
     return None
 
 
+def held(catalog: Catalog, directory: str | os.PathLike[str]) -> Located | None:
+    """Return the version that a directory holds, as its marker says; None if it is empty, on its way, or unknown.
+
+    Reads no weights: the next ``pull`` finds out what they are.
+    """
+    try:
+        marker = read_marker(directory)
+    except NotFoundError:
+        return None
+    if not isinstance(marker, Marker) or marker.state != "clean" or marker.store_id != catalog.document.store_id:
+        return None
+    return _find(catalog, marker.target, marker.root)
+
+
 def _bring(
-    catalog: Catalog, goal: Located, contents: VersionContents, files: Structure, root: Path, situation: _Situation
+    catalog: Catalog,
+    goal: Located,
+    contents: VersionContents,
+    files: Structure,
+    root: Path,
+    situation: _Situation,
+    fetcher: Fetch | None,
 ) -> Outcome:
     situation = _without_damage(catalog, goal, situation)
     held = next((item for item in situation.held if item.name == situation.previous), None)
@@ -273,9 +303,9 @@ def _bring(
     events.reached("pull.dirty", goal.name)
     way = route(catalog, goal, situation.held)
     if situation.is_empty or structure.settle(root, files, [w for item in old for w in item.weights]):
-        outcome = _in_place(catalog, contents, files, root, situation, way)
+        outcome = _in_place(catalog, contents, files, root, situation, way, fetcher)
     else:
-        outcome = _beside(catalog, contents, files, root, situation, way)
+        outcome = _beside(catalog, contents, files, root, situation, way, fetcher)
     outcome.nbytes_fetched += structure.write_sides(catalog.objects, root, files)
     for item in old:
         leftovers.remove_left(root, files, item)
@@ -336,7 +366,13 @@ def _structure_of(catalog: Catalog, located: Located, goal: VersionContents, goa
 
 
 def _in_place(
-    catalog: Catalog, contents: VersionContents, files: Structure, root: Path, situation: _Situation, way: Route
+    catalog: Catalog,
+    contents: VersionContents,
+    files: Structure,
+    root: Path,
+    situation: _Situation,
+    way: Route,
+    fetcher: Fetch | None,
 ) -> Outcome:
     path = way.path
     with DirectoryTarget.create(root, contents.layout, files.weights, path.chunk_elements) as target:
@@ -349,7 +385,7 @@ def _in_place(
                 range(len(path.states)) if situation.everything else way.between([i.name for i in situation.held])
             )
             places = classify(path, _digest(target, way), candidates)
-        outcome = replay(catalog.objects, path, target, places)
+        outcome = replay(catalog.objects, path, target, places, fetcher=fetcher)
         events.reached("pull.replayed", contents.name)
         target.sync()
         events.reached("pull.synced", contents.name)
@@ -357,7 +393,13 @@ def _in_place(
 
 
 def _beside(
-    catalog: Catalog, contents: VersionContents, files: Structure, root: Path, situation: _Situation, way: Route
+    catalog: Catalog,
+    contents: VersionContents,
+    files: Structure,
+    root: Path,
+    situation: _Situation,
+    way: Route,
+    fetcher: Fetch | None,
 ) -> Outcome:
     """Build the weights in ``.dcr/next``, from the bits that the directory has where it can, and move them in."""
     path, stage = way.path, root / OWN_DIRECTORY / STAGE
@@ -368,7 +410,8 @@ def _beside(
         _seed(target, contents, root, path.chunk_elements)
         events.reached("pull.seeded", contents.name)
         candidates = range(len(path.states)) if situation.everything else way.between([i.name for i in situation.held])
-        outcome = replay(catalog.objects, path, target, classify(path, _digest(target, way), candidates))
+        places = classify(path, _digest(target, way), candidates)
+        outcome = replay(catalog.objects, path, target, places, fetcher=fetcher)
         target.sync()
     events.reached("pull.staged", contents.name)
     structure.move_in(root, stage, files)

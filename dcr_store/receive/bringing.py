@@ -1,0 +1,91 @@
+"""What a receiver keeps at a version, seen as one thing: a *bringer*, which knows what it holds and brings it further.
+
+Refuses targets of kinds that it does not know.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol, runtime_checkable
+
+from dcr_store.errors import InvalidInputError
+from dcr_store.receive.pull import held, pull
+from dcr_store.targets.paths import local_path
+from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.prefetch import Fetch
+from dcr_store.versions.replay import Outcome
+
+
+@runtime_checkable
+class Bringer(Protocol):
+    """Brings one target, local files or live tensors, from version to version. Used by one thread at a time."""
+
+    def held(self, catalog: Catalog) -> Located | None:
+        """Return the version that the target surely holds; None if it is empty, torn, or holds something unknown."""
+
+    def bring(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> Outcome:
+        """Bring the target to `goal`, from whatever state it is in.
+
+        After a crash at any point the target is old, new, or known to be neither; doing it again ends right.
+
+        Parameters
+        ----------
+        fetcher : callable or None
+            Returns a partition's verified bytes; None reads the store. What it returns counts as fetched.
+
+        Raises
+        ------
+        DcrError
+            If that fails; a later call may succeed.
+        """
+
+    def close(self) -> None:
+        """Let go of the target, which stays as it is. May be called twice."""
+
+
+class DirectoryBringer:
+    """Keeps a directory of safetensors files at a version, in place; see ``receive.pull``.
+
+    Parameters
+    ----------
+    directory : path
+        Missing, empty, or with a checkpoint.
+    force : bool
+        Replace weights that no version of the store has.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, force: bool = False) -> None:
+        self._directory = local_path(directory, "directory")
+        self._force = force
+
+    def __repr__(self) -> str:
+        return f"DirectoryBringer({str(self._directory)!r})"
+
+    def held(self, catalog: Catalog) -> Located | None:
+        """Return the version that the directory's marker names, None if it is not clean or of another store."""
+        return held(catalog, self._directory)
+
+    def bring(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> Outcome:
+        """Bring the directory to `goal`; errors are those of ``pull``."""
+        result = pull(catalog, goal, self._directory, force=self._force, fetcher=fetcher)
+        return Outcome(result.nbytes_fetched, result.chunks_written, result.chunks_healed)
+
+    def close(self) -> None:
+        """Do nothing: the directory is locked only while it is written."""
+
+
+def bringer_of(target: object) -> Bringer:
+    """Return the bringer for a target: for a path that of its directory; a bringer is its own.
+
+    Raises
+    ------
+    InvalidInputError
+        If there is none for this kind of target.
+    """
+    if isinstance(target, (str, os.PathLike)):
+        return DirectoryBringer(target)
+    if isinstance(target, Bringer):
+        return target
+    raise InvalidInputError(
+        "nothing that can be kept at a version", key="target", expected="a directory", found=type(target).__name__
+    )
