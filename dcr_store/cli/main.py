@@ -53,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _debug()
         to_stderr(f"dcr: {one_line(str(error))}")
         return FAILED
+    except MemoryError as error:
+        _debug()
+        found = one_line(f"out of memory: {error}").removesuffix(": ")
+        to_stderr(f"dcr: {found}; raise the limit (ulimit -v, the container's), or repeat where there is more")
+        return FAILED
     except Exception as error:
         _debug()
         found = one_line(f"{type(error).__name__}: {error}").removesuffix(":")

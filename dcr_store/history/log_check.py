@@ -6,7 +6,6 @@ backwards is wrong, it is itself.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +16,7 @@ from dcr_store.format.records import Record, parse_record
 from dcr_store.history.report import Problem
 from dcr_store.log import checkpoints, fold
 from dcr_store.log.fold import LineState, VersionRow
+from dcr_store.objects.threads import Threads
 from dcr_store.versions.catalog import Catalog
 
 _MAX_HOLE: Final = 1000
@@ -71,7 +71,7 @@ def _read(
         except DcrError:
             return None
 
-    with ThreadPoolExecutor(_N_READERS) as pool:
+    with Threads(_N_READERS) as pool:
         blobs = list(pool.map(get, range(length)))
     while (data := get(len(blobs))) is not None:  # a listing may lag
         blobs.append(data)

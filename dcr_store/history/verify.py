@@ -8,11 +8,10 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from dcr_store import events
-from dcr_store.errors import DcrError, FormatError, IntegrityError
+from dcr_store.errors import DcrError, FormatError, IntegrityError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import JournalEntry, Manifest, ObjectRef
 from dcr_store.format.names import STORE_KEY, layout_key
@@ -20,6 +19,7 @@ from dcr_store.history.log_check import LogCheck, check_log
 from dcr_store.history.report import Problem, VerifyReport
 from dcr_store.layout.layout import Layout
 from dcr_store.log.fold import VersionRow
+from dcr_store.objects.threads import Threads
 from dcr_store.payload import version as payload
 from dcr_store.targets.space_file import SpaceFiles
 from dcr_store.versions.catalog import Catalog, Located
@@ -62,10 +62,14 @@ def verify(catalog: Catalog, version: str | None = None, *, deep: bool = False) 
             chain = catalog.chain(chosen)
         except (IntegrityError, FormatError) as error:
             findings.add(Problem.of(error, version))
-    lines = catalog.lines() if chosen is None else [chosen.line]
+    lines = _lines(catalog, findings) if chosen is None else [chosen.line]
     versions: list[Located] = []
     for line in lines:
-        checked = check_log(catalog, line)
+        try:
+            checked = check_log(catalog, line)
+        except StorageError as error:
+            findings.add(Problem.of(error, f"log/{line}/"))
+            continue
         _take_log(findings, checked)
         versions += chain if version is not None else [Located(line, row) for row in checked.rows]
     total, done = sum(located.row.counts.nbytes for located in versions), 0
@@ -75,7 +79,7 @@ def verify(catalog: Catalog, version: str | None = None, *, deep: bool = False) 
         events.progress("verify", done, total)
     if deep:
         _replay_all(catalog, versions, findings)
-    unreferenced = [] if version is not None else sorted(set(catalog.objects.list("")) - findings.referenced)
+    unreferenced = [] if version is not None else sorted(_list(catalog, "", findings) - findings.referenced)
     return VerifyReport(
         list(findings.problems.values()),
         len(findings.checked),
@@ -83,6 +87,36 @@ def verify(catalog: Catalog, version: str | None = None, *, deep: bool = False) 
         [located.name for located in versions],
         unreferenced,
     )
+
+
+def _lines(catalog: Catalog, findings: _Findings) -> list[str]:
+    try:
+        return catalog.lines()
+    except StorageError as error:
+        findings.add(Problem.of(error, "log/"))
+        return []
+
+
+def _list(catalog: Catalog, prefix: str, findings: _Findings) -> set[str]:
+    """Return all keys below a prefix but those of places that may not be listed or looked at, which are findings."""
+    objects = catalog.objects
+    try:
+        return set(objects.list(prefix))
+    except StorageError as error:
+        try:
+            names = objects.list_names(prefix)
+        except StorageError:
+            findings.add(Problem.of(error, prefix or objects.url))
+            return set()
+    found: set[str] = set()
+    for key in (prefix + name for name in names):
+        try:
+            is_object = objects.size(key) is not None
+        except StorageError as error:
+            findings.add(Problem.of(error, key))
+            continue
+        found |= {key} if is_object else _list(catalog, f"{key}/", findings)
+    return found
 
 
 def _check_store_document(catalog: Catalog, findings: _Findings) -> None:
@@ -112,7 +146,7 @@ def _check_refs(catalog: Catalog, refs: Iterable[ObjectRef], findings: _Findings
         return ref, None
 
     todo = {ref.key: ref for ref in refs if ref.key not in findings.checked}
-    with ThreadPoolExecutor(_N_READERS) as pool:
+    with Threads(_N_READERS) as pool:
         for ref, error in pool.map(look, todo.values()):
             findings.referenced.add(ref.key)
             findings.checked[ref.key] = ref.nbytes

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Final
 
@@ -19,6 +18,7 @@ from dcr_store.format.names import checkpoint_key, record_key
 from dcr_store.format.records import Begin, Commit, Record, parse_record
 from dcr_store.log import checkpoints, fold
 from dcr_store.log.fold import LineState, VersionRow
+from dcr_store.objects.threads import Threads
 from dcr_store.ports import ObjectStore
 
 CHECKPOINT_VERSIONS: Final = 8
@@ -80,7 +80,7 @@ class LineLog:
         """Fold the records after the state; there have to be `at_least` in all."""
         while self.state.length < at_least:
             stop = min(at_least, self.state.length + 1024)
-            with ThreadPoolExecutor(_N_PARALLEL) as pool:
+            with Threads(_N_PARALLEL) as pool:
                 for seq, data in zip(
                     range(self.state.length, stop), pool.map(self._get, range(self.state.length, stop)), strict=True
                 ):
@@ -137,7 +137,7 @@ class LineLog:
             At the first record that is illegal or damaged.
         """
         state, seq = LineState(self.line, 0, self.store_sha256), 0
-        with ThreadPoolExecutor(_N_PARALLEL) as pool:
+        with Threads(_N_PARALLEL) as pool:
             while True:
                 batch = list(pool.map(self._get, range(seq, seq + _N_PARALLEL)))
                 for data in batch:

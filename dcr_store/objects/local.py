@@ -235,7 +235,10 @@ class LocalObjects:
         check_prefix(prefix)
 
         def holds_objects(entry: os.DirEntry[str]) -> bool:
-            return entry.is_file(follow_symlinks=False) or any(True for _ in self._walk(f"{prefix}{entry.name}/"))
+            try:
+                return entry.is_file(follow_symlinks=False) or any(True for _ in self._walk(f"{prefix}{entry.name}/"))
+            except PermissionError:
+                return True  # whoever looks for what is there finds out what it is by its name
 
         return self._retried(
             "list", prefix, lambda: sorted(entry.name for entry in self._entries(prefix) if holds_objects(entry))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from dcr_store.errors import DcrError, StorageError
+from dcr_store.objects.threads import Threads
 
 if TYPE_CHECKING:
     from dcr_store.ports import ObjectStore
@@ -61,7 +61,7 @@ def _contend(objects: ObjectStore, keys: list[str]) -> None:
         start.wait(START_TIMEOUT_S)
         return objects.put_if_absent(key, data)
 
-    with ThreadPoolExecutor(len(keys) * N_WRITERS, thread_name_prefix="dcr-probe") as pool:
+    with Threads(len(keys) * N_WRITERS, thread_name_prefix="dcr-probe") as pool:
         contents = [secrets.token_bytes(16) for _ in range(N_WRITERS)]
         futures = {key: [pool.submit(write, key, data) for data in contents] for key in keys}
     for key in keys:

@@ -12,13 +12,14 @@ import asyncio
 import base64
 import hashlib
 import io
+import os
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from fsspec.asyn import sync
+from fsspec.asyn import reset_after_fork, sync
 from s3fs import S3FileSystem
 
 from dcr_store.errors import InvalidInputError, NotFoundError, StorageError
-from dcr_store.objects import s3_rules
+from dcr_store.objects import s3_rules, threads
 from dcr_store.objects.flat import flat
 from dcr_store.objects.keys import check_key, check_prefix, check_range, key_problem
 from dcr_store.objects.retry import RetryPolicy, TransientError, resolving, retrying
@@ -89,6 +90,12 @@ class S3Objects:
             self._files = S3FileSystem(**options)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidInputError(f"{url}: s3fs does not take these storage options: {error}") from error
+        except RuntimeError as error:
+            if not threads.is_refusal(error):
+                raise
+            reset_after_fork()  # else fsspec takes the loop whose thread did not start for a running one, and waits
+            raise threads.refused() from error
+        self._pid = os.getpid()
 
     def _name(self, key: str) -> str:
         check_key(key)
@@ -116,6 +123,15 @@ class S3Objects:
         return retrying(self._policy, action, key, attempt)
 
     def _run(self, action: str, key: str, send: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+        if os.getpid() != self._pid:
+            # The thread that answers requests, and the connections, are the other process's.
+            raise InvalidInputError(
+                "the store was opened by the process that forked this one; open it again in this one",
+                key=self.url,
+                expected=f"process {self._pid}",
+                found=f"process {os.getpid()}",
+            )
+
         async def within() -> T:
             async with asyncio.timeout(timeout_s):
                 return await send()

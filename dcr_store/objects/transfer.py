@@ -8,8 +8,10 @@ that were running have ended, so that none of them works on behind the caller's 
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, Final, TypeVar
+
+from dcr_store.objects.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +44,7 @@ def map_bounded(function: Callable[[T], R], items: Iterable[T], *, n_parallel: i
     if n_parallel < 1:
         raise ValueError(f"n_parallel is {n_parallel}; it must be at least 1")
     window: deque[Future[R]] = deque()
-    pool = ThreadPoolExecutor(n_parallel, thread_name_prefix="dcr-transfer")
+    pool = Threads(n_parallel, thread_name_prefix="dcr-transfer")
     try:
         for item in items:
             window.append(pool.submit(function, item))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,6 +19,7 @@ from dcr_store.errors import FormatError, NotFoundError
 from dcr_store.format.documents import SPACES, Array, JournalEntry, ObjectRef, Partition, Seal, SealRef
 from dcr_store.format.names import TransactionKeys
 from dcr_store.layout.dtypes import width
+from dcr_store.objects.threads import Threads
 from dcr_store.payload import arrays, contributions, shard
 from dcr_store.payload.contributions import Rows
 from dcr_store.ports import ObjectStore
@@ -46,7 +47,7 @@ class _Open:
 class _Uploads:
     """Partitions on their way, bounded by bytes."""
 
-    pool: ThreadPoolExecutor
+    pool: Threads
     changed: threading.Condition = field(default_factory=threading.Condition)
     in_flight_nbytes: int = 0
     futures: list[Future[object]] = field(default_factory=list)
@@ -103,7 +104,7 @@ class PartitionWriter:
         self.codec, self.chunk_elements, self.durable, self.spool = codec, chunk_elements, durable, spool
         self._open: dict[tuple[str, int], _Open] = {}
         self._arrays: set[str] = set()
-        self._uploads = _Uploads(ThreadPoolExecutor(_N_UPLOADS, "dcr-upload"))
+        self._uploads = _Uploads(Threads(_N_UPLOADS, "dcr-upload"))
         self._lock = threading.Lock()
         self._sealed: list[Partition] = []
         self._unjournaled: list[Partition] = []
@@ -157,7 +158,11 @@ class PartitionWriter:
         """Hand `nbytes` to the uploaders, who have to say when they leave; raises what an earlier upload met."""
         self._uploads.raise_first()
         self._uploads.admit(nbytes)
-        self._uploads.futures.append(self._uploads.pool.submit(upload, *arguments))
+        try:
+            self._uploads.futures.append(self._uploads.pool.submit(upload, *arguments))
+        except BaseException:
+            self._uploads.leave(nbytes)
+            raise
 
     def _upload(self, array: str, index: int, blob: bytes, n_chunks: int) -> None:
         """Store a partition unless an earlier incarnation did; runs in an uploader's thread."""

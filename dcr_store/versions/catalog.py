@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar, overload
 
@@ -18,6 +17,7 @@ from dcr_store.format.names import LINE, VersionRef, check_line, version_name
 from dcr_store.layout.layout import Layout
 from dcr_store.log.fold import VersionRow
 from dcr_store.log.line import LineLog
+from dcr_store.objects.threads import Threads
 from dcr_store.objects.transfer import map_bounded
 from dcr_store.payload import version as payload
 from dcr_store.payload.version import Table, VersionContents
@@ -144,7 +144,7 @@ class Catalog:
         """Return a version's manifest, checked against its row in the log, and its seals against its writers."""
         row, log = located.row, self.log(located.line)
         # Rows in log checkpoints do not name the writers, who may be many; the record is a round trip, so side by side.
-        with ThreadPoolExecutor(1) as pool:
+        with Threads(1) as pool:
             begun = None if self.objects.is_local else pool.submit(log.begin_of, row)
             manifest = payload.read_manifest(self.objects, row.manifest)
             begin = log.begin_of(row) if begun is None else begun.result()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Final
 
+from dcr_store.objects.threads import Threads
 from dcr_store.payload.version import SealedPartition
 
 AHEAD_NBYTES: Final = 96 << 20
@@ -15,7 +16,7 @@ Fetch = Callable[[SealedPartition], bytes]
 class Prefetch:
     """Fetches partitions in the order of their use, some way ahead, bounded by bytes."""
 
-    def __init__(self, pool: ThreadPoolExecutor, read: Fetch, plan: Sequence[SealedPartition]) -> None:
+    def __init__(self, pool: Threads, read: Fetch, plan: Sequence[SealedPartition]) -> None:
         self._pool, self._read, self._plan = pool, read, plan
         self._next = 0
         self._taken = 0

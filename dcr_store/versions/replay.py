@@ -8,7 +8,6 @@ earlier run got. Refuses to write bits that miss the table: then the stored vers
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +20,7 @@ from dcr_store.codec.portable import get_codec
 from dcr_store.errors import FormatError, IntegrityError
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import uint_dtype, width
+from dcr_store.objects.threads import Threads
 from dcr_store.payload.version import SealedPartition, Table, fetch
 from dcr_store.ports import ObjectStore, Target
 from dcr_store.versions.path import UNKNOWN, ZERO, Path
@@ -129,7 +129,7 @@ def replay(
     jobs = [job for space in SPACES for job in _jobs(path, space, places[space])]
     read = fetcher or (lambda item: fetch(objects, item.ref))
     total, done = sum(len(job.chunks) * width(job.space) for job in jobs) * path.chunk_elements, 0
-    with ThreadPoolExecutor(_N_FETCHERS) as fetchers, worker_pool() as workers:
+    with Threads(_N_FETCHERS) as fetchers, worker_pool() as workers:
         queue = Prefetch(fetchers, read, [item for job in jobs for group in job.groups for item in group.items])
         try:
             for job in jobs:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
 
 from dcr_store.layout.dtypes import Bits, uint_dtype
+from dcr_store.objects.threads import Threads
 
 _KEEP_NBYTES: Final = 24 << 20
 
@@ -27,10 +27,10 @@ def n_workers() -> int:
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def worker_pool(name: str = "dcr-work") -> ThreadPoolExecutor:
+def worker_pool(name: str = "dcr-work") -> Threads:
     """Return a new pool of ``n_workers`` threads."""
     _keep_freed_memory()
-    return ThreadPoolExecutor(n_workers(), name)
+    return Threads(n_workers(), name)
 
 
 def scratch(space: str, chunk_elements: int) -> Bits:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -383,3 +386,41 @@ def test_the_probe_warns_where_it_may_not_look(behind_proxy: Opener, proxy: Faul
     proxy.add("answer", "GET", r"^/[^/]+/?$", status=403, code="AccessDenied")
     with pytest.warns(UserWarning, match="GetLifecycleConfiguration"):
         probe(behind_proxy())
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # that is what is tested
+def test_a_forked_process_opens_its_own(seaweed: SeaweedS3) -> None:
+    """The thread behind s3fs stays with the parent: without it, requests of the child would fail or wait for ever."""
+    url = seaweed.new_url()
+    objects = open_objects(url, seaweed.storage_options)
+    objects.put("a/k", b"1")
+    calls: dict[str, Callable[[], object]] = {
+        "get": lambda: objects.get("a/k"),
+        "empty range": lambda: objects.get("a/k", 1, 1),
+        "put": lambda: objects.put("a/k", b"2"),
+        "put_if_absent": lambda: objects.put_if_absent("b/k", b"2"),
+        "list": lambda: objects.list(""),
+        "list_names": lambda: objects.list_names(""),
+        "size": lambda: objects.size("a/k"),
+        "delete": lambda: objects.delete("a/k"),
+        "side by side": lambda: list(map_bounded(objects.get, ["a/k"] * 3)),
+    }
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(30)
+            for name, call in calls.items():
+                with pytest.raises(InvalidInputError, match="process that forked this one; open it again") as caught:
+                    pytest.fail(f"{name} went through: {call()}")
+                assert caught.value.key == url
+            assert open_objects(url, seaweed.storage_options).get("a/k") == b"1"
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert objects.list("") == {"a/k": 1}
+    assert objects.get("a/k") == b"1"
