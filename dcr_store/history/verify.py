@@ -68,7 +68,9 @@ def verify(catalog: Catalog, version: str | None = None, *, deep: bool = False) 
         try:
             checked = check_log(catalog, line)
         except StorageError as error:
-            findings.add(Problem.of(error, f"log/{line}/"))
+            if error.key is None:  # of this process, not of a place in the store
+                raise
+            findings.add(Problem.of(error))
             continue
         _take_log(findings, checked)
         versions += chain if version is not None else [Located(line, row) for row in checked.rows]
