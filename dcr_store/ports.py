@@ -31,10 +31,12 @@ class ObjectStore(Protocol):
     def is_local(self) -> bool:
         """Whether reading an object back costs no network."""
 
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, sha256: str | None = None) -> bytes:
         """Return the bytes ``[start, stop)`` of an object; ``NotFoundError`` if there is none.
 
-        An answer shorter than the range within the object is retried, never returned.
+        An answer shorter than the range within the object is retried, never returned. `sha256` is what the caller
+        expects of the whole object: a hint by which caches on the way keep and find it, and route around a wrong copy
+        (``IntegrityError`` if there is no other). The caller compares it himself all the same.
         """
 
     def put(self, key: str, data: Bytes) -> None:

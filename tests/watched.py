@@ -45,9 +45,9 @@ class Watched:
     def is_local(self) -> bool:
         return self.inner.is_local
 
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, sha256: str | None = None) -> bytes:
         self._note("get", key)
-        return self.inner.get(key, start, stop)
+        return self.inner.get(key, start, stop, sha256=sha256)
 
     def put(self, key: str, data: Bytes) -> None:
         self._note("put", key)

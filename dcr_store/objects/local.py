@@ -72,7 +72,7 @@ class LocalObjects:
         check_key(key)
         return f"{self._root}/{key}"
 
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, sha256: str | None = None) -> bytes:
         """Return the bytes ``[start, stop)`` of an object; ``NotFoundError`` if there is none."""
         path = self._path(key)
         check_range(key, start, stop)

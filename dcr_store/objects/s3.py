@@ -166,7 +166,7 @@ class S3Objects:
         """Raise ``StorageError`` if the bucket expires objects of this store; warn of lesser rules."""
         s3_rules.check_rules(self)
 
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, sha256: str | None = None) -> bytes:
         """Return the bytes ``[start, stop)`` of an object; ``NotFoundError`` if there is none."""
         name = self._name(key)
         check_range(key, start, stop)

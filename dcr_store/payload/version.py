@@ -36,7 +36,7 @@ def fetch(objects: ObjectStore, ref: ObjectRef) -> bytes:
         If no object can have the key, or the reference tells another length.
     """
     try:
-        data = objects.get(ref.key)
+        data = objects.get(ref.key, sha256=ref.sha256)
     except NotFoundError as error:
         raise IntegrityError(
             "the object is missing; restore it from a copy of the store",
@@ -126,7 +126,7 @@ def read_layout(objects: ObjectStore, sha256: str) -> Layout:
     """Read and check a layout."""
     key = layout_key(sha256)
     try:
-        data = objects.get(key)
+        data = objects.get(key, sha256=sha256)
     except NotFoundError as error:
         raise IntegrityError("the layout is missing; restore it from a copy of the store", key=key) from error
     canonical.check_sha256(data, sha256, key)

@@ -61,7 +61,7 @@ class FailingObjects:
             raise OutcomeUnknownError("no answer (injected)", key=arguments[0])
         raise StorageError("cannot do it: No space left on device (injected)", key=arguments[0])
 
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, sha256: str | None = None) -> bytes:
         return bytes(self._call("get", key, start, stop))
 
     def put(self, key: str, data: Bytes) -> None:
