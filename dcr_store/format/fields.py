@@ -81,6 +81,32 @@ class Fields:
         """Return a string that can name a line."""
         return self.matching(name, LINE, "a name of a line")
 
+    def group(self, name: str = "group") -> str:
+        """Return a string that can name a group."""
+        return self.matching(name, LINE, "a name of a group")
+
+    def member(self, name: str = "name") -> str:
+        """Return a string that can name a member of a group."""
+        return self.matching(name, PARTICIPANT, "a name of a member, without a dot")
+
+    def members(self, name: str) -> tuple[str, ...]:
+        """Return a list of names of members, each named once."""
+        found = self.texts(name)
+        if len(set(found)) != len(found) or not all(PARTICIPANT.fullmatch(item) for item in found):
+            raise FormatError(
+                f"field {name!r} is wrong", key=self.key, expected="distinct names of members", found=repr(found)[:80]
+            )
+        return tuple(found)
+
+    def one_of(self, name: str, choices: tuple[str, ...]) -> str:
+        """Return one of several texts."""
+        value = self.text(name)
+        if value not in choices:
+            raise FormatError(
+                f"field {name!r} is wrong", key=self.key, expected=" or ".join(choices), found=repr(value)[:80]
+            )
+        return value
+
     def writer(self, name: str = "writer") -> str:
         """Return a string that can name a writer."""
         return self.matching(name, PARTICIPANT, "a name of a writer, without a dot")

@@ -28,6 +28,20 @@ def check_line(name: object) -> str:
     return name
 
 
+def check_group(name: object) -> str:
+    """Return `name` if it can name a group, else raise ``InvalidInputError``."""
+    if not isinstance(name, str) or not LINE.fullmatch(name):
+        raise InvalidInputError(f"{_shown(name)} cannot name a group; use {LINE.pattern}")
+    return name
+
+
+def check_member(name: object) -> str:
+    """Return `name` if it can name a member of a group, else raise ``InvalidInputError``."""
+    if not isinstance(name, str) or not PARTICIPANT.fullmatch(name):
+        raise InvalidInputError(f"{_shown(name)} cannot name a member; use {PARTICIPANT.pattern}")
+    return name
+
+
 def _shown(name: object) -> str:
     text = repr(name)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -91,6 +105,21 @@ def hint_key(line: str) -> str:
 def checkpoint_key(line: str, seq: int) -> str:
     """Return the key of the log checkpoint that folds records ``0 … seq-1``."""
     return f"log/{line}/checkpoints/{seq:020d}.json"
+
+
+def group_record_key(group: str, seq: int) -> str:
+    """Return the key of a record of a group's log."""
+    return f"groups/{group}/log/{seq:020d}.json"
+
+
+def group_checkpoint_key(group: str) -> str:
+    """Return the key of the fold of a group's log."""
+    return f"groups/{group}/log/latest.json"
+
+
+def ack_prefix(group: str, version: str, kind: str) -> str:
+    """Return the prefix of a group's acknowledgements of one kind for ``line@number``, ending in ``/``."""
+    return f"groups/{group}/acks/{version}/{kind}/"
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,17 +69,21 @@ def at(document: Any, place: tuple[Any, ...]) -> Any:
 
 
 def test_every_document_has_a_schema_and_both_kinds_of_examples() -> None:
-    assert DOCUMENTS == ["journal", "layout", "log-checkpoint", "log-hint", "log-record", "manifest", "store"]
+    of_lines = ["journal", "layout", "log-checkpoint", "log-hint", "log-record", "manifest", "store"]
+    assert ["group-ack", "group-checkpoint", "group-record", *of_lines] == DOCUMENTS
     for examples in (VALID, INVALID):
         assert {example["schema"] for example in examples.values()} == set(DOCUMENTS)
         for name, example in examples.items():
             assert name.split(".")[0] == example["schema"]
             assert example["about"].endswith(".")
-    assert {VALID[name]["document"]["kind"] for name in VALID if name.startswith("log-record.")} == {
-        "begin",
-        "resume",
-        "commit",
-        "abort",
+    kinds = {
+        schema: {VALID[name]["document"]["kind"] for name in VALID if name.startswith(f"{schema}.")}
+        for schema in ("log-record", "group-record", "group-ack")
+    }
+    assert kinds == {
+        "log-record": {"begin", "resume", "commit", "abort"},
+        "group-record": {"create", "admit", "drop", "propose", "withdraw", "promote"},
+        "group-ack": {"prepared", "applied"},
     }
 
 
@@ -131,9 +135,10 @@ def test_every_field_has_a_type(name: str) -> None:
             assert {keyword for found, keyword in faults(schema, other) if found == pointer} & WRONG, (place, field)
 
 
-def test_record_examples_are_one_log() -> None:
-    records = [VALID[name]["document"] for name in sorted(VALID) if name.startswith("log-record.")]
-    assert len(records) == 7
+@pytest.mark.parametrize(("schema", "n"), [("log-record", 7), ("group-record", 10)])
+def test_record_examples_are_one_log(schema: str, n: int) -> None:
+    records = [VALID[name]["document"] for name in sorted(VALID) if name.startswith(f"{schema}.")]
+    assert len(records) == n
     before = VALID["store"]["document"]
     for seq, record in enumerate(records):
         assert record["seq"] == seq
@@ -164,6 +169,17 @@ def test_references_between_examples_hold() -> None:
         sha256(by_name["log-record.1-commit"]),
         sha256(by_name["log-record.4-commit"]),
     ]
+
+
+def test_group_examples_belong_together() -> None:
+    by_name = {name: example["document"] for name, example in VALID.items()}
+    for record, commit in (("03-propose", "1-commit"), ("05-propose", "4-commit")):
+        assert by_name[f"group-record.{record}"]["new"]["root"] == by_name[f"log-record.{commit}"]["root"]
+    acks = [ack["sha256"] for ack in by_name["group-record.04-promote"]["acks"]]
+    assert acks[0] == sha256(by_name["group-ack.prepared"])
+    body = by_name["group-checkpoint"]["body"]
+    assert body["last_sha256"] == sha256(by_name["group-record.09-admit"])
+    assert (body["length"], body["store_sha256"]) == (10, sha256(by_name["store"]))
 
 
 def test_documents_of_the_spec_validate() -> None:

@@ -24,9 +24,11 @@ from dcr_store.format.documents import (
     check_path,
 )
 from dcr_store.format.fields import Fields, now
+from dcr_store.format.groups import Ack, parse_group_record
 from dcr_store.format.records import Abort, Begin, Commit, Record, Resume, parse_record
 from dcr_store.layout.layout import Layout
 from dcr_store.log import checkpoints
+from dcr_store.log import group as group_log
 from dcr_store.objects.open import open_objects
 
 EXAMPLES = Path(__file__).parents[3] / "schema" / "examples"
@@ -51,9 +53,13 @@ def _derived(schema: str) -> Callable[[bytes], object]:
         body = body if isinstance(body, dict) else {}
         line = body.get("line") if isinstance(body.get("line"), str) else "main"
         objects = open_objects("memory://derived/examples")
-        if schema == "log-hint":
+        if schema == "group-checkpoint":
+            group = body.get("group") if isinstance(body.get("group"), str) else "eu"
+            objects.put(f"groups/{group}/log/latest.json", data)
+            found: object = group_log.read_checkpoint(objects, group, str(body.get("store_sha256")))
+        elif schema == "log-hint":
             objects.put(f"log/{line}/latest.json", data)
-            found: object = checkpoints.read_hint(objects, line)
+            found = checkpoints.read_hint(objects, line)
         else:
             seq = body.get("seq") if isinstance(body.get("seq"), int) else 0
             objects.put(f"log/{line}/checkpoints/{seq:020d}.json", data)
@@ -73,9 +79,14 @@ PARSERS: dict[str, Callable[[bytes], Any]] = {
     "log-record": lambda data: parse_record(data, "k"),
     "log-hint": _derived("log-hint"),
     "log-checkpoint": _derived("log-checkpoint"),
+    "group-record": lambda data: parse_group_record(data, "k"),
+    "group-ack": lambda data: Ack.from_bytes(data, "k"),
+    "group-checkpoint": _derived("group-checkpoint"),
 }
 DIRECT = {
-    name: example for name, example in VALID.items() if not example["schema"].startswith(("log-hint", "log-check"))
+    name: example
+    for name, example in VALID.items()
+    if not example["schema"].startswith(("log-hint", "log-check", "group-check"))
 }
 
 

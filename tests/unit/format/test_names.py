@@ -123,6 +123,9 @@ def test_keys() -> None:
     assert names.checkpoint_key("main", 16) == "log/main/checkpoints/00000000000000000016.json"
     assert names.layout_key("c" * 64) == f"layouts/{'c' * 64}.json"
     assert names.version_name("main", 3) == "main@3"
+    assert names.group_record_key("eu", 5) == "groups/eu/log/00000000000000000005.json"
+    assert names.group_checkpoint_key("eu") == "groups/eu/log/latest.json"
+    assert names.ack_prefix("eu", "main@3", "prepared") == "groups/eu/acks/main@3/prepared/"
 
 
 def test_ids_are_new_each_time() -> None:

@@ -1,0 +1,262 @@
+"""What the logs of lines and of groups share: read on, append (docs/spec/v1.md §9).
+
+Appending decides on a prefix and puts at that prefix's length; a lost number is read and decided again. Refuses to
+append anything while the outcome of an earlier put is unknown. Safe to use from several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from dcr_store import events
+from dcr_store.errors import DcrError, FormatError, IntegrityError, NotFoundError, OutcomeUnknownError, StorageError
+from dcr_store.format import canonical
+from dcr_store.objects.threads import Threads
+from dcr_store.ports import ObjectStore
+
+_N_PARALLEL: Final = 16
+
+
+class LogRecord(Protocol):
+    """What a log is made of."""
+
+    @property
+    def kind(self) -> Any:
+        """The record's kind."""
+
+    def to_bytes(self) -> bytes:
+        """Return the stored bytes."""
+
+
+class LogState(Protocol):
+    """The fold of the records before ``length``."""
+
+    @property
+    def length(self) -> int:
+        """How many records it folds."""
+
+    @property
+    def last_sha256(self) -> str:
+        """SHA-256 of the last of them; of ``dcr.json`` while there is none."""
+
+
+S = TypeVar("S", bound=LogState)
+R = TypeVar("R", bound=LogRecord)
+
+
+class RecordLog(ABC, Generic[S, R]):
+    """One log. A subclass says what its records are and what they fold to.
+
+    Parameters
+    ----------
+    objects : ObjectStore
+    store_sha256 : str
+        SHA-256 of ``dcr.json``, with which the hash chain starts.
+
+    Attributes
+    ----------
+    state : S
+        The fold, as of the last refresh or append.
+    """
+
+    name: str
+    """Whose log it is, for messages."""
+    events: str = "log"
+    """What the points ``<events>.<kind>.before`` and ``.after`` begin with."""
+
+    def __init__(self, objects: ObjectStore, store_sha256: str) -> None:
+        self.objects = objects
+        self.store_sha256 = store_sha256
+        self.state: S = self._empty()
+        self._is_derived = False  # whether the state began with a log checkpoint
+        self._unresolved: tuple[str, bytes] | None = None
+        self._opened = False
+        self._lock = threading.RLock()
+
+    @abstractmethod
+    def _empty(self) -> S:
+        """Return the fold of no record."""
+
+    @abstractmethod
+    def _key(self, seq: int) -> str:
+        """Return the key of a record."""
+
+    @abstractmethod
+    def _parse(self, data: bytes, key: str) -> R:
+        """Parse a record."""
+
+    @abstractmethod
+    def _apply(self, state: S, record: R, data: bytes) -> S:
+        """Return `state` advanced by a record, which is refused where it is illegal."""
+
+    @abstractmethod
+    def _open(self) -> tuple[S | None, int]:
+        """Return a log checkpoint's state, if one can be used, and a length that the log had once."""
+
+    @abstractmethod
+    def _note(self, record: R) -> None:
+        """Write what is derived from the log, after a record of ours. A failing backend is no error there."""
+
+    # ------------------------------------------------------------------ reading
+
+    def refresh(self) -> S:
+        """Read on from where the state ends; return the new state.
+
+        Raises
+        ------
+        IntegrityError
+            If a record is illegal, or records that the hint speaks of are gone.
+        """
+        with self._lock:
+            return self._refresh()
+
+    def _refresh(self) -> S:
+        if self._opened:
+            return self._read_on(0)
+        state, at_least = self._open()
+        if state is not None:
+            self.state, self._is_derived = state, True
+        at_least = max(at_least, self.state.length)
+        try:
+            self._read_on(at_least)
+        except IntegrityError:
+            if not self._is_derived:
+                raise
+            # A checkpoint is derived and may be wrong: the records alone decide.
+            self._forget_checkpoint()
+            self._read_on(at_least)
+        self._opened = True
+        return self.state
+
+    def _forget_checkpoint(self) -> None:
+        self.state, self._is_derived = self._empty(), False
+
+    def _read_on(self, at_least: int) -> S:
+        """Fold the records after the state; there have to be `at_least` in all."""
+        while self.state.length < at_least:
+            stop = min(at_least, self.state.length + 1024)
+            with Threads(_N_PARALLEL) as pool:
+                for seq, data in zip(
+                    range(self.state.length, stop), pool.map(self._get, range(self.state.length, stop)), strict=True
+                ):
+                    if data is None:
+                        raise IntegrityError(
+                            "the log record is missing; restore it from a copy of the store",
+                            key=self._key(seq),
+                            expected=f"at least {at_least} records, as {self.name}'s hint says",
+                            found=f"{seq}",
+                        )
+                    self._advance(data)
+        while (data := self._get(self.state.length)) is not None:
+            self._advance(data)
+        return self.state
+
+    def _get(self, seq: int) -> bytes | None:
+        try:
+            return self.objects.get(self._key(seq))
+        except NotFoundError:
+            return None
+
+    def _is_last(self, state: LogState) -> bool:
+        """Whether the last record that a log checkpoint folds is there and the one that it says."""
+        last = self._get(state.length - 1) if state.length else None
+        return last is not None and canonical.sha256(last) == state.last_sha256
+
+    def _advance(self, data: bytes) -> None:
+        self.state = self._apply(self.state, self._parse(data, self._key(self.state.length)), data)
+
+    def records(self) -> Iterator[tuple[R, bytes]]:
+        """Iterate over all records from 0 with their bytes, folding and checking them anew.
+
+        Raises
+        ------
+        IntegrityError, FormatError
+            At the first record that is illegal or damaged.
+        """
+        state, seq = self._empty(), 0
+        with Threads(_N_PARALLEL) as pool:
+            while True:
+                batch = list(pool.map(self._get, range(seq, seq + _N_PARALLEL)))
+                for data in batch:
+                    if data is None:
+                        return
+                    record = self._parse(data, self._key(state.length))
+                    state = self._apply(state, record, data)
+                    yield record, data
+                seq += _N_PARALLEL
+
+    # ------------------------------------------------------------------ writing
+
+    def append(self, decide: Callable[[S], R]) -> R:
+        """Append the record that `decide` makes of the current state.
+
+        Parameters
+        ----------
+        decide : callable
+            Called with the fold of a prefix; returns the record for the number that is this prefix's length, or
+            raises (a ``ConflictError``) if nothing may be appended. Called again with more of the log whenever its
+            number was lost.
+
+        Returns
+        -------
+        R
+            The record that is now in the log.
+
+        Raises
+        ------
+        OutcomeUnknownError
+            The put got no answer; the next append first finds out what became of it.
+        """
+        with self._lock:
+            return self._append(decide)
+
+    def _append(self, decide: Callable[[S], R]) -> R:
+        # What is known is tried first: if the log has gone on, the number is taken, which costs one request.
+        is_fresh = self._resolve() or not self._opened
+        state = self._refresh() if is_fresh else self.state
+        while True:
+            try:
+                record = decide(state)
+            except DcrError:
+                if is_fresh:
+                    raise
+                state, is_fresh = self._refresh(), True  # refused for what may be over by now
+                continue
+            data = record.to_bytes()
+            key = self._key(state.length)
+            # Parsed again: a record that no reader accepts would be the end of the log.
+            advanced = self._apply(state, self._parse(data, key), data)
+            events.reached(f"{self.events}.{record.kind}.before", key)
+            # A crash just before leaves the log as it was; just after, the record stands and every reader sees it.
+            if self._put(key, data):
+                self.state = advanced
+                events.reached(f"{self.events}.{record.kind}.after", key)
+                self._note_quietly(record)
+                return record
+            state, is_fresh = self._refresh(), True
+
+    def _put(self, key: str, data: bytes) -> bool:
+        try:
+            return self.objects.put_if_absent(key, data)
+        except OutcomeUnknownError:
+            self._unresolved = (key, data)
+            raise
+
+    def _resolve(self) -> bool:
+        """Find out what became of a put without an answer; return whether there was one."""
+        if self._unresolved is None:
+            return False
+        key, data = self._unresolved
+        self.objects.put_if_absent(key, data)
+        self._unresolved = None
+        return True
+
+    def _note_quietly(self, record: R) -> None:
+        """Write hint and checkpoint. They only save time, so a failing backend is no error here."""
+        try:
+            self._note(record)
+        except (StorageError, FormatError):
+            events.reached(f"{self.events}.hint.failed", self.name)
