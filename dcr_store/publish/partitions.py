@@ -28,6 +28,7 @@ from dcr_store.publish.spool import ChunkSpool
 PARTITION_NBYTES: Final = 64 << 20
 MAX_PARTITION_CHUNKS: Final = 256  # with tiny chunks the index would outgrow them
 IN_FLIGHT_NBYTES: Final = 128 << 20
+MAX_IN_FLIGHT: Final = 64  # tiny files would be so many that looking through them takes longer than storing them
 JOURNAL_PARTITIONS: Final = 8
 JOURNAL_INTERVAL_S: Final = 1.0
 _N_UPLOADS: Final = 8
@@ -45,23 +46,28 @@ class _Open:
 
 @dataclass(slots=True)
 class _Uploads:
-    """Partitions on their way, bounded by bytes."""
+    """Objects on their way, bounded by bytes and number."""
 
     pool: Threads
     changed: threading.Condition = field(default_factory=threading.Condition)
+    in_flight: int = 0
     in_flight_nbytes: int = 0
     futures: list[Future[object]] = field(default_factory=list)
 
     def admit(self, nbytes: int) -> None:
-        """Wait until `nbytes` more may be in flight."""
+        """Wait until one more object, of `nbytes`, may be in flight."""
         with self.changed:
-            while self.in_flight_nbytes and self.in_flight_nbytes + nbytes > IN_FLIGHT_NBYTES:
+            while self.in_flight and (
+                self.in_flight_nbytes + nbytes > IN_FLIGHT_NBYTES or self.in_flight >= MAX_IN_FLIGHT
+            ):
                 self.changed.wait()
+            self.in_flight += 1
             self.in_flight_nbytes += nbytes
 
     def leave(self, nbytes: int) -> None:
-        """Say that `nbytes` are stored, or have failed."""
+        """Say that an object of `nbytes` is stored, or has failed."""
         with self.changed:
+            self.in_flight -= 1
             self.in_flight_nbytes -= nbytes
             self.changed.notify_all()
 

@@ -17,7 +17,7 @@ from dcr_store import events
 from dcr_store.errors import DcrError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.paths import OWN_DIRECTORY
-from dcr_store.receive import structure
+from dcr_store.receive import side_files, structure
 from dcr_store.receive.structure import Structure
 from dcr_store.targets.checkpoint_listing import SUFFIX, is_index
 from dcr_store.targets.own_directories import holds_baseline, holds_store
@@ -96,8 +96,8 @@ def remove_foreign(root: Path, goal: Structure) -> None:
 def clear_own(root: Path) -> None:
     """Remove what a pull that was killed left beside the marker."""
     own = root / OWN_DIRECTORY
-    shutil.rmtree(own / STAGE, ignore_errors=True)
-    (own / structure.SIDE_NEW).unlink(missing_ok=True)
+    for name in (STAGE, side_files.STAGE):
+        shutil.rmtree(own / name, ignore_errors=True)
 
 
 def _others(root: Path) -> set[str]:

@@ -24,7 +24,7 @@ from dcr_store.format.documents import SPACES
 from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.layout.dtypes import uint_dtype
 from dcr_store.payload.version import Table, VersionContents, root_of
-from dcr_store.receive import leftovers, structure
+from dcr_store.receive import leftovers, side_files, structure
 from dcr_store.receive.leftovers import STAGE
 from dcr_store.receive.structure import Structure
 from dcr_store.targets.checkpoint import open_checkpoint
@@ -306,7 +306,7 @@ def _bring(
         outcome = _in_place(catalog, contents, files, root, situation, way, fetcher)
     else:
         outcome = _beside(catalog, contents, files, root, situation, way, fetcher)
-    outcome.nbytes_fetched += structure.write_sides(catalog.objects, root, files)
+    outcome.nbytes_fetched += side_files.write_sides(catalog.objects, root, files.sides)
     for item in old:
         leftovers.remove_left(root, files, item)
     leftovers.clear_own(root)

@@ -17,9 +17,8 @@ from dcr_store import events
 from dcr_store.errors import DcrError, FormatError, InvalidInputError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import CheckpointFile
-from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.layout.layout import Layout
-from dcr_store.payload.version import VersionContents, fetch, fetch_all
+from dcr_store.payload.version import VersionContents, fetch_all
 from dcr_store.ports import ObjectStore
 from dcr_store.targets.directory import WeightFile
 from dcr_store.targets.file_map import FileMap
@@ -28,7 +27,6 @@ from dcr_store.targets.paths import fsync_directory, path_inside
 from dcr_store.targets.safetensors_file import make_header, parse_header, read_header
 
 SINGLE_FILE = "model.safetensors"
-SIDE_NEW = "side.new"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,30 +153,6 @@ def move_in(root: Path, stage: Path, goal: Structure) -> None:
             events.reached("pull.file.moved", str(place))
         except OSError as error:
             raise StorageError(f"cannot be put in place: {error.strerror}", key=str(place)) from error
-
-
-def write_sides(objects: ObjectStore, root: Path, goal: Structure) -> int:
-    """Bring the side files up to date; return the bytes fetched. Files that are right are not written."""
-    nbytes = 0
-    for file in goal.sides:
-        place = path_inside(root, file.path)
-        if holds(place, file):
-            continue
-        data = fetch(objects, file.ref)
-        nbytes += len(data)
-        temporary = root / OWN_DIRECTORY / SIDE_NEW
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as handle:
-                handle.write(data)
-                handle.flush()
-                os.fsync(handle.fileno())
-            temporary.replace(place)
-            fsync_directory(place.parent)
-            events.reached("pull.side.stored", str(place))
-        except OSError as error:
-            raise StorageError(f"cannot be written: {error.strerror}", key=str(place)) from error
-    return nbytes
 
 
 def refuse_own(root: Path, goal: Structure) -> None:
