@@ -57,7 +57,5 @@ def _chunks_of(layout: Layout, names: Iterable[str], chunk_elements: int) -> dic
     needed: dict[str, set[int]] = {space: set() for space in SPACES}
     for name in names:
         entry = layout.entry(name)
-        if entry.n_elements:
-            first, last = entry.start // chunk_elements, (entry.stop - 1) // chunk_elements
-            needed[entry.space].update(range(first, last + 1))
+        needed[entry.space].update(entry.chunks(chunk_elements))
     return needed

@@ -41,6 +41,10 @@ class TensorEntry:
         """The address after its last element."""
         return self.start + self.n_elements
 
+    def chunks(self, chunk_elements: int) -> range:
+        """Return the chunks of its space that hold elements of it."""
+        return range(self.start // chunk_elements, -(-self.stop // chunk_elements) if self.n_elements else 0)
+
 
 def name_problem(name: object) -> str | None:
     """Return why `name` cannot name a tensor (docs/spec/v1.md §5), or None if it can."""

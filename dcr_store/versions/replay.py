@@ -19,10 +19,11 @@ from dcr_store.codec.digest import crc64
 from dcr_store.codec.portable import get_codec
 from dcr_store.errors import FormatError, IntegrityError
 from dcr_store.format.documents import SPACES
-from dcr_store.layout.dtypes import uint_dtype, width
+from dcr_store.layout.dtypes import width
 from dcr_store.objects.threads import Threads
 from dcr_store.payload.version import SealedPartition, Table, fetch
 from dcr_store.ports import ObjectStore, Target
+from dcr_store.versions.changes import overwrites
 from dcr_store.versions.path import UNKNOWN, ZERO, Path
 from dcr_store.versions.prefetch import Fetch, Prefetch
 from dcr_store.versions.workers import scratch, worker_pool
@@ -279,20 +280,12 @@ def _apply_step(
     """Apply one version's chunk, of all writers, to `bits` in place: masks first, then overwrites."""
     mine = path.partitions(step, space, chunk)
     found = [(item, parsed[item.key][chunk]) for item in mine if chunk in parsed[item.key]]
-    overwrites: dict[str, dict[str, NDArray[np.unsignedinteger]]] = {}
     for item, data in found:
-        codec, kind = get_codec(item.array.codec), item.array.array.partition("/")[2]
-        try:
-            if kind == "mask":
-                codec.apply(data, bits)
-                continue
-            dtype = np.dtype(np.uint8) if kind == "present" else uint_dtype(space)
-            # By writer, not by key: values and presence may be of two incarnations.
-            overwrites.setdefault(item.writer, {})[kind] = codec.decode(data, dtype, len(bits))
-        except FormatError as error:
-            raise IntegrityError(f"chunk {chunk} cannot be decoded: {error}", key=item.key) from error
-    for arrays in overwrites.values():
-        if "present" in arrays:
-            present = arrays["present"] != 0
-            bits[present] = arrays["value"][present] if "value" in arrays else 0
+        if item.array.array.endswith("/mask"):
+            try:
+                get_codec(item.array.codec).apply(data, bits)
+            except FormatError as error:
+                raise IntegrityError(f"chunk {chunk} cannot be decoded: {error}", key=item.key) from error
+    positions, values = overwrites(found, space, chunk, len(bits))
+    bits[positions] = values
     return bool(found)
