@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,6 +22,7 @@ from dcr_store.errors import FormatError, IntegrityError
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import Bits, uint_dtype
 from dcr_store.layout.layout import TensorEntry
+from dcr_store.objects.threads import Threads
 from dcr_store.payload.version import SealedPartition, VersionContents, fetch
 from dcr_store.ports import ObjectStore
 from dcr_store.versions.prefetch import Fetch, Prefetch
@@ -86,7 +87,7 @@ def iter_changes(
     """
     read = fetcher or (lambda item: fetch(objects, item.ref))
     steps = [step for space in SPACES for step in _steps(contents, space, chunk_elements, tensors)]
-    with ThreadPoolExecutor(_N_FETCHERS) as fetchers, worker_pool() as workers:
+    with Threads(_N_FETCHERS) as fetchers, worker_pool() as workers:
         queue = Prefetch(fetchers, read, [item for step in steps for item in step.first])
         decoded: deque[tuple[_Step, Future[_Decoded]]] = deque()
         live: dict[str, dict[int, memoryview]] = {}
