@@ -96,8 +96,12 @@ class Baseline:
                 "another publisher is using this baseline; wait for it, or name another directory (--baseline)",
                 key=str(self.directory),
             ) from error
-        with self._translated():
-            os.pwrite(self._lock, BASELINE_TAG, 0)  # tells whoever publishes what is around it to leave it out
+        try:
+            with self._translated():
+                os.pwrite(self._lock, BASELINE_TAG, 0)  # tells whoever publishes what is around it to leave it out
+        except BaseException:
+            self.close()  # nobody else can: who kept the lock would keep everybody from this baseline until he ends
+            raise
 
     # ------------------------------------------------------------------ the base
 

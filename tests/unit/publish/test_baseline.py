@@ -203,6 +203,18 @@ def test_a_place_that_cannot_be_used(store: Store, tmp_path: Path) -> None:
     publish(store, 0, None)
 
 
+def test_a_full_disk_at_the_start_keeps_no_lock(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int, data: bytes, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", fail)
+        with pytest.raises(StorageError, match="No space left"):
+            publish(store, 0, tmp_path / "baseline")
+    publish(store, 0, tmp_path / "baseline")
+    check(store, 1)
+
+
 def test_temporary_ones_go_away(store: Store) -> None:
     publish(store, 0, None)
     (baseline,) = store._baselines.values()
