@@ -84,13 +84,42 @@ def remove_of_any(catalog: Catalog, root: Path, goal: Structure, but_not: Sequen
                     _remove(root, path_inside(root, path))
 
 
-def remove_foreign(root: Path, goal: Structure) -> None:
-    """Remove all weights and indexes of weights at the top of a directory that `goal` does not have, links too."""
-    wanted = set(goal.paths())
-    for place in sorted(root.iterdir()):
-        is_weights = place.name.endswith(SUFFIX) or is_index(place.name)
-        if is_weights and place.name not in wanted and (place.is_symlink() or place.is_file()):
-            _remove(root, place)
+def foreign(root: Path, goal: Structure, old: Sequence[Structure]) -> list[str]:
+    """Return the weights and indexes of weights at the top of a directory that no file of `goal` or `old` accounts for.
+
+    Loaders take all of a directory's weights, so one more makes another checkpoint of it.
+    """
+    names = {place.name for place in root.iterdir() if place.is_symlink() or place.is_file()}
+    names = {name for name in names if name.endswith(SUFFIX) or is_index(name)}.difference(goal.paths())
+    if not names:
+        return []
+    for item in old:
+        for weights in item.weights:
+            if weights.path in names and _is_file(root / weights.path):
+                header = structure.header_of(root / weights.path)
+                if header is None or structure.alike(header, weights.header):
+                    names.discard(weights.path)
+        names -= {side.path for side in item.sides if side.path in names and structure.holds(root / side.path, side)}
+    return sorted(names)
+
+
+def of_no_version(catalog: Catalog, root: Path, names: Sequence[str]) -> list[str]:
+    """Return those of `names` that no version of the store put into a directory; asks versions until none is left."""
+    unexplained = set(names)
+    for located in catalog.find_root(""):
+        if not unexplained:
+            break
+        with contextlib.suppress(DcrError):
+            for path, is_weights, sha256 in _files_of(catalog, located):
+                if path in unexplained and _is_still(root / path, is_weights, sha256):
+                    unexplained.discard(path)
+    return sorted(unexplained)
+
+
+def remove_foreign(root: Path, goal: Structure, old: Sequence[Structure]) -> None:
+    """Remove what `foreign` names, links too."""
+    for name in foreign(root, goal, old):
+        _remove(root, root / name)
 
 
 def clear_own(root: Path) -> None:

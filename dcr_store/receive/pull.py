@@ -87,7 +87,7 @@ class _Situation:
     is_lost : bool
         Whether the marker is lost, so that files of any version may be there.
     is_foreign : bool
-        Whether there are weights of no version, and all of them are to be replaced.
+        Whether there are weights of no version, which are to be removed.
     abandoned : Located or None
         Another version than the goal that an earlier pull was on its way to.
     """
@@ -116,7 +116,7 @@ def pull(
     directory : path
         Missing, empty, or with a checkpoint; changed in place.
     force : bool
-        Replace weights that no version of the store has.
+        Replace or remove weights that no version of the store has.
     fetcher : callable, optional
         Returns a partition's verified bytes; by default from the store.
 
@@ -175,6 +175,30 @@ def _examine(
     catalog: Catalog, goal: Located, files: Structure, root: Path, *, force: bool, is_ours: bool
 ) -> _Situation:
     """Find out what a directory holds; refuse one that holds what is not the store's."""
+    situation = _look(catalog, goal, files, root, force=force, is_ours=is_ours)
+    if situation.is_foreign:
+        return situation
+    extra = leftovers.foreign(root, files, ())
+    if extra:
+        try:
+            held = [structure.structure_of(catalog.objects, catalog.contents(item)) for item in situation.held]
+        except IntegrityError:
+            return situation  # then all weights are replaced
+        extra = leftovers.foreign(root, files, held)
+    if extra and situation.is_lost:
+        extra = leftovers.of_no_version(catalog, root, extra)
+    if extra and not force:
+        raise InvalidInputError(
+            "the directory holds weights beside those of its version, which whoever loads it would load too; nothing "
+            "was changed: move them away, or remove them with --force",
+            key=str(root),
+            expected="no other weights than those of the version",
+            found=", ".join(extra[:5]),
+        )
+    return replace(situation, is_foreign=True) if extra else situation
+
+
+def _look(catalog: Catalog, goal: Located, files: Structure, root: Path, *, force: bool, is_ours: bool) -> _Situation:
     marker = read_marker(root)
     entries = [item.name for item in root.iterdir() if item.name != OWN_DIRECTORY]
     if isinstance(marker, Marker) and marker.store_id != catalog.document.store_id:
@@ -346,7 +370,7 @@ def _remove_unnamed(
 ) -> None:
     """Remove the files that the new marker will not account for; a crash here leaves what is known as it was."""
     if situation.is_foreign:
-        leftovers.remove_foreign(root, files)
+        leftovers.remove_foreign(root, files, old)
     if situation.is_lost:
         leftovers.remove_of_any(catalog, root, files, old)
     if situation.abandoned is not None:

@@ -1,0 +1,113 @@
+"""Weights beside those that a directory follows: refused, or removed by force; our own leftovers never are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from states import assert_same, series, tree, write_hf
+
+import dcr_store
+from dcr_store import events
+from dcr_store.errors import InvalidInputError
+from dcr_store.store import Store
+from dcr_store.targets.checkpoint import open_checkpoint
+
+STATES = series(4, seed=3)
+N_FILES = (1, 3, 2, 1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with dcr_store.create(tmp_path / "store", chunk_elements=1024) as store:
+        for i, state in enumerate(STATES):
+            with store.begin() as transaction:
+                transaction.write_checkpoint(write_hf(tmp_path / f"run{i}", state, N_FILES[i], i))
+        yield store
+
+
+def shown(directory: Path) -> dict[str, bytes]:
+    return {path: data for path, data in tree(directory).items() if not path.startswith(".dcr")}
+
+
+def put_foreign(out: Path, kind: str) -> str:
+    name = "model.safetensors.index.json.safetensors.index.json" if kind == "index" else "stray.safetensors"
+    if kind == "file":
+        (out / name).write_bytes((out / sorted(path.name for path in out.glob("*.safetensors"))[0]).read_bytes())
+    elif kind == "torn":
+        (out / name).write_bytes(b"\0" * 100)
+    elif kind == "link":
+        (out / name).symlink_to("nowhere")
+    elif kind == "index":
+        (out / name).write_text('{"weight_map": {"x": "y.safetensors"}}')
+    return name
+
+
+@pytest.mark.parametrize("kind", ["file", "torn", "link", "index"])
+@pytest.mark.parametrize("marker", ["clean", "lost", "damaged"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_refused_unless_forced(store: Store, tmp_path: Path, kind: str, marker: str, number: int) -> None:
+    out = tmp_path / "out"
+    store.pull(out, "main@1")
+    name = put_foreign(out, kind)
+    if marker == "lost":
+        (out / ".dcr" / "marker.json").unlink()
+    elif marker == "damaged":
+        (out / ".dcr" / "marker.json").write_bytes(b"{")
+    before = tree(out)
+    with pytest.raises(InvalidInputError, match=r"weights.*nothing was changed.*--force.*found .*") as caught:
+        store.pull(out, f"main@{number}")
+    assert name in str(caught.value.found)
+    assert caught.value.key == str(out)
+    assert tree(out) == before
+    result = store.pull(out, f"main@{number}", force=True)
+    assert shown(out) == shown(tmp_path / f"run{number}")
+    assert not (out / name).is_symlink()
+    if marker == "clean":
+        assert result.previous == "main@1"
+        assert result.chunks_healed == 0, "what the directory holds of the version is used"
+    assert store.compare_directory(f"main@{number}", out).ok
+    with open_checkpoint(out) as checkpoint:
+        assert set(checkpoint.tensors) == set(STATES[number])
+
+
+def test_what_others_keep_below_or_under_other_names_stays(store: Store, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    store.pull(out, "main@0")
+    (out / "adapter").mkdir()
+    (out / "adapter" / "adapter_model.safetensors").write_bytes(b"theirs")
+    (out / "notes.txt").write_text("theirs")
+    (out / "dir.safetensors").mkdir()
+    for number in (1, 2, 0, 3):
+        store.pull(out, f"main@{number}")
+    assert (out / "adapter" / "adapter_model.safetensors").read_bytes() == b"theirs"
+    assert (out / "notes.txt").read_text() == "theirs"
+    assert (out / "dir.safetensors").is_dir()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize(
+    "point", ["pull.dirty", "pull.seeded", "pull.staged", "pull.file.moved", "pull.side.stored", "pull.applied"]
+)
+def test_what_a_pull_that_was_stopped_left_is_not_foreign(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, lost: bool
+) -> None:
+    """Stopped on the way from 1 to 2, and then to wherever."""
+    for goal in range(4):
+        out = tmp_path / f"out{goal}"
+        store.pull(out, "main@1")
+
+        def stop(reached: str, place: str = "") -> None:
+            if reached == point:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(events, "reached", stop)
+            with pytest.raises(KeyboardInterrupt):
+                store.pull(out, "main@2")
+        if lost:
+            (out / ".dcr" / "marker.json").unlink()
+        store.pull(out, f"main@{goal}")
+        assert shown(out) == shown(tmp_path / f"run{goal}")
+        assert_same(store.read(f"main@{goal}"), STATES[goal])
