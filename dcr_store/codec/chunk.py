@@ -253,11 +253,6 @@ def compare(base: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, int]:
     return np.concatenate(found), np.concatenate(masks), digest
 
 
-def is_zero(data: Bytes) -> bool:
-    """Tell whether an encoded chunk says of itself that no element is set. Such chunks need not be stored."""
-    return len(data) == HEADER_NBYTES and data[0] == ZERO
-
-
 def _checked_pair(base: Bits, new: Bits) -> tuple[Bits, Bits]:
     base, new = checked_bits(base, "base", empty=True), checked_bits(new, "new", empty=True)
     if base.dtype != new.dtype or base.shape != new.shape:

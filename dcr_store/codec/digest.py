@@ -17,13 +17,13 @@ from awscrt import checksums
 from dcr_store.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     Buffer = bytes | bytearray | memoryview | NDArray[np.generic]
 
-SPACES: Final = ("u8", "u16", "u32", "u64")
+_N_SPACES: Final = 4
 ROOT_PREFIX: Final = b"dcr-root-1"
 _ZEROS_NBYTES: Final = 1 << 20
 
@@ -68,16 +68,16 @@ def linear(digest: int, nbytes: int) -> int:
     return digest ^ zeros_digest(nbytes)
 
 
-def state_root(layout_sha256: str, tables: Mapping[str, tuple[int, int, NDArray[np.uint64]]]) -> str:
+def state_root(layout_sha256: str, tables: Sequence[tuple[int, int, NDArray[np.uint64]]]) -> str:
     """Return the state root: SHA-256 over the layout's digest and the digest tables of all spaces.
 
     Parameters
     ----------
     layout_sha256 : str
         64 hex digits.
-    tables : mapping of str to (length, chunk_elements, digests)
-        For each of u8, u16, u32 and u64: the space's length and the chunk length in elements, and the chunks' digests,
-        uint64 of shape ``(ceil(length / chunk_elements),)``.
+    tables : sequence of (length, chunk_elements, digests)
+        Of u8, u16, u32 and u64, in this order: the space's length and the chunk length in elements, and the chunks'
+        digests, uint64 of shape ``(ceil(length / chunk_elements),)``.
 
     Returns
     -------
@@ -87,10 +87,10 @@ def state_root(layout_sha256: str, tables: Mapping[str, tuple[int, int, NDArray[
     Raises
     ------
     InvalidInputError
-        A space is missing or foreign, a table's shape does not fit its space, or `layout_sha256` is no SHA-256.
+        A space is missing, a table's shape does not fit its space, or `layout_sha256` is no SHA-256.
     """
-    if set(tables) != set(SPACES):
-        raise InvalidInputError("a state root needs the tables of all spaces", expected=SPACES, found=sorted(tables))
+    if len(tables) != _N_SPACES:
+        raise InvalidInputError("a state root needs the tables of all spaces", expected=_N_SPACES, found=len(tables))
     try:
         layout = bytes.fromhex(layout_sha256)
     except ValueError:
@@ -98,11 +98,10 @@ def state_root(layout_sha256: str, tables: Mapping[str, tuple[int, int, NDArray[
     if len(layout) != 32:
         raise InvalidInputError("the layout digest is no SHA-256", expected="64 hex digits", found=repr(layout_sha256))
     root = hashlib.sha256(ROOT_PREFIX + layout)
-    for space in SPACES:
-        length, chunk_elements, digests = tables[space]
+    for length, chunk_elements, digests in tables:
         shape = (-(-length // chunk_elements),)
         if digests.shape != shape:
-            raise InvalidInputError("digest table of a wrong shape", key=space, expected=shape, found=digests.shape)
+            raise InvalidInputError("digest table of a wrong shape", expected=shape, found=digests.shape)
         root.update(length.to_bytes(8, "little") + chunk_elements.to_bytes(8, "little"))
         root.update(np.ascontiguousarray(digests, dtype="<u8").data)
     return root.hexdigest()

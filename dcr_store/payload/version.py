@@ -183,7 +183,7 @@ def _tables(manifest: Manifest, layout: Layout, chunk_elements: int, stored: Map
 
 def root_of(layout: Layout, tables: Mapping[str, Table], chunk_elements: int) -> str:
     """Return the state root (§7) of a layout and its digest tables."""
-    return state_root(layout.sha256, {space: (layout.spaces[space], chunk_elements, tables[space]) for space in SPACES})
+    return state_root(layout.sha256, [(layout.spaces[space], chunk_elements, tables[space]) for space in SPACES])
 
 
 def sealed_partitions(manifest: Manifest, entry: JournalEntry) -> list[SealedPartition]:
