@@ -7,6 +7,7 @@
     ├── NotFoundError         no such store, line, version, tensor or object
     ├── ConflictError         somebody else was first: read again, decide again
     │   └── FencedError       this attempt was taken over or aborted: never retake by yourself
+    ├── LagError              groups are behind: wait and ask again, or look at who lags
     ├── OutcomeUnknownError   a write may or may not have happened: read back before anything else
     ├── IntegrityError        bits are not what the record says: heal or restore
     ├── FormatError           foreign, malformed or too new: use the right file or a newer dcr_store
@@ -72,6 +73,12 @@ class FencedError(ConflictError):
     """The transaction was resumed by another process, or aborted."""
 
     kind = "fenced"
+
+
+class LagError(DcrError):
+    """A group has not promoted a version in time. Nothing is lost: what was committed before is committed."""
+
+    kind = "lag"
 
 
 class OutcomeUnknownError(DcrError):

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from dcr_store.ports import ObjectStore
     from dcr_store.publish.baseline import Baseline
     from dcr_store.publish.transaction import Transaction
+    from dcr_store.receive.group import Group
     from dcr_store.receive.pull import PullResult
+    from dcr_store.receive.status import Status
 
 Url = str | os.PathLike[str]
 
@@ -108,7 +110,7 @@ def open(url: Url, *, storage_options: Mapping[str, Any] | None = None) -> Store
 def _check_place(objects: ObjectStore) -> None:
     """Refuse the remains of a store, and a checkpoint."""
     names = objects.list_names("")
-    if remains := sorted({"layouts", "log", "versions"} & set(names)):
+    if remains := sorted({"groups", "layouts", "log", "versions"} & set(names)):
         raise ConflictError(
             "there are the remains of a store; restore its dcr.json from a copy, or choose another place",
             key=objects.url,
@@ -160,6 +162,8 @@ class Store:
         owner: str | None = None,
         takeover: bool = False,
         baseline: Url | None = None,
+        max_ahead: int | None = None,
+        ahead_of: Iterable[str] = (),
     ) -> Transaction:
         """Begin the next version of a line, or resume the one that this owner (or a dead process) left open.
 
@@ -178,14 +182,21 @@ class Store:
             Take over an open transaction of an owner that you know to be dead.
         baseline : path, optional
             Directory of the local copy of the last version, kept for the next run; by default a temporary one.
+        max_ahead : int, optional
+            Refuse to begin a version that comes more than so many after the active one of a group of `ahead_of`.
+        ahead_of : iterable of str
+            Names of groups that follow the line.
 
         Raises
         ------
         ConflictError
             If somebody else's transaction is open, or the head is not `base`.
+        LagError
+            If the version would be more than `max_ahead` ahead of a group: wait, and begin again.
         InvalidInputError
             If a name or the metadata cannot be stored.
         """
+        from dcr_store.publish.flow import Flow
         from dcr_store.publish.opening import Intent, abandon, begin
         from dcr_store.publish.owner import default_owner
         from dcr_store.publish.transaction import Transaction
@@ -205,10 +216,21 @@ class Store:
         # As it will come back, so that a resumed transaction compares equal; refuses what JSON cannot say.
         told = canonical.decode(canonical.encode(dict(metadata or {}), canonical.MAX_METADATA_DEPTH), "metadata")
         intent = Intent(owner or default_owner(), message, told, base, takeover)
+        flow = Flow(self._catalog, line, ahead_of)
+        if (max_ahead is None) == bool(flow.groups):
+            raise InvalidInputError("max_ahead and ahead_of go together", key="max_ahead", found=max_ahead)
+        if max_ahead is not None and (not isinstance(max_ahead, int) or max_ahead < 1):
+            raise InvalidInputError("is no distance", key="max_ahead", expected="1 or more", found=max_ahead)
+
+        def check(state: LineState) -> None:
+            _check_base(state, base)
+            if max_ahead is not None:
+                flow.require_near(state.next_version, max_ahead)
+
         held, release = self._acquire_baseline(line, baseline)
         try:
             log = self._catalog.log(line)
-            pending = begin(log, intent, lambda state: _check_base(state, base))
+            pending = begin(log, intent, check)
             try:
                 return Transaction(self._catalog, log, pending, held, release)
             except Exception as error:
@@ -321,6 +343,70 @@ class Store:
         return pull(
             self._catalog, self._catalog.resolve("main" if version is None else version), directory, force=force
         )
+
+    # ------------------------------------------------------------------ groups
+
+    def create_group(
+        self,
+        name: str,
+        expected: Iterable[str] = (),
+        *,
+        line: str = "main",
+        admission: Literal["expected", "anyone"] = "expected",
+        proposing: Literal["newest", "manual"] = "newest",
+        drop_after_s: int | None = None,
+    ) -> Group:
+        """Create a group: receivers that change their version together.
+
+        Parameters
+        ----------
+        name : str
+        expected : iterable of str
+            Names of receivers without which nothing is promoted, until each has come once.
+        line : str
+            The line that it follows; may not have a version yet.
+        admission : {"expected", "anyone"}
+            Who may come by itself.
+        proposing : {"newest", "manual"}
+            Whether members propose the newest version by themselves.
+        drop_after_s : int, optional
+            After how many seconds members that have prepared drop one that has not.
+
+        Raises
+        ------
+        ConflictError
+            If there is a group of this name.
+        """
+        from dcr_store.receive.group import create_group
+
+        self._document.check_writable()
+        return create_group(
+            self._catalog,
+            name,
+            expected,
+            line=line,
+            admission=admission,
+            proposing=proposing,
+            drop_after_s=drop_after_s,
+        )
+
+    def group(self, name: str) -> Group:
+        """Return a group; ``NotFoundError`` if there is none of this name."""
+        from dcr_store.receive.group import Group
+
+        return Group(self._catalog, name)
+
+    def groups(self) -> list[str]:
+        """Return the names of the groups, sorted."""
+        from dcr_store.log.group import group_names
+
+        return group_names(self._objects)
+
+    def status(self) -> Status:
+        """Return where all lines and groups are, and what each member is doing."""
+        from dcr_store.receive.status import status
+
+        return status(self._catalog)
 
     # ------------------------------------------------------------------ end
 

@@ -90,12 +90,13 @@ def directory_name(text: str) -> str:
     return text
 
 
-def add_store(parser: argparse.ArgumentParser) -> None:
-    """Add the positional STORE and ``--storage-option``."""
+def add_store(parser: argparse.ArgumentParser, *, options: bool = True) -> None:
+    """Add the positional STORE and, unless a verb below has it, ``--storage-option``."""
     parser.add_argument(
         "store", metavar="STORE", type=_store_url, help=f"path or URL of the store; - for ${STORE_VARIABLE}"
     )
-    add_storage_options(parser)
+    if options:
+        add_storage_options(parser)
 
 
 def add_storage_options(parser: argparse.ArgumentParser) -> None:

@@ -59,6 +59,15 @@ _DOCUMENTS = {
         "`version`, `root`, `previous` (a version or null), `nbytes_fetched`, `chunks_written`, `chunks_healed`, "
         "`seconds`"
     ),
+    "`group`": (
+        "those of a *group*: `group`, `line`, `head`, `active`, `root`, `proposed` (the last four null where there is "
+        "none), `lag` (versions), `waits_for` (text), `admission`, `proposing`, `drop_after_s`, `members` (a list "
+        "of `name`, `incarnation`, `version` (null unless it has applied the active one), `doing` (text))"
+    ),
+    "`status`": (
+        "`lines` (a list of `line`, `head`, `root`, `created_at`, `open`, `owner`; null where there is none), `groups` "
+        "(a list of *groups*)"
+    ),
     "`verify`": (
         "`ok`, `problems` (a list of `key`, `what`, `expected`, `found`), `n_objects`, `nbytes`, `versions`, "
         "`unreferenced` (keys)"
@@ -71,7 +80,7 @@ def reference() -> str:
     parser = build()
     introduction = _INTRODUCTION.format(description=parser.description)
     documents = "".join(f"| {verbs} | {fields} |\n" for verbs, fields in _DOCUMENTS.items())
-    sections = [_verb(name, verb) for name, verb in parsers(parser).items()]
+    sections = [section for name, verb in parsers(parser).items() for section in _verb(name, verb)]
     return "\n".join([introduction + documents, _VERSION, *sections])
 
 
@@ -83,17 +92,25 @@ def parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParse
     return {}
 
 
-def _verb(name: str, parser: argparse.ArgumentParser) -> str:
+def _verb(name: str, parser: argparse.ArgumentParser, before: str = "") -> list[str]:
+    """Return the section of a verb, and those of its acts; `before` is what stands between ``dcr`` and the name."""
     actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
     actions.sort(key=lambda action: bool(action.option_strings))
-    usage = " ".join(["dcr", name, *map(_usage, actions)])
-    rows = "".join(f"| `{_shown(action)}` | {_cell(action.help or '')} |\n" for action in actions)
+    words = " ".join([*before.split(), name, *map(_usage, actions)])
+    rows = "".join(f"| `{_shown(action)}` | {_cell(action.help or '')} |\n" for action in actions if action.help)
     description = " ".join((parser.description or "").split())
-    return f"## dcr {name}\n\n{description}\n\n```\n{usage}\n```\n\n| argument | meaning |\n|---|---|\n{rows}"
+    acts = parsers(parser)
+    title = f"## dcr {name}" if not before else f"### dcr {before} {name}"
+    usage = f"dcr {words} …" if acts else f"dcr {words}"
+    inner = " ".join(
+        [name, *(_shown(action) for action in actions if not isinstance(action, argparse._SubParsersAction))]
+    )
+    section = f"{title}\n\n{description}\n\n```\n{usage}\n```\n\n| argument | meaning |\n|---|---|\n{rows}"
+    return [section, *(found for act, verb in acts.items() for found in _verb(act, verb, inner))]
 
 
 def _usage(action: argparse.Action) -> str:
-    optional = bool(action.option_strings) or action.nargs == "?"
+    optional = bool(action.option_strings) or action.nargs in ("?", "*")
     return f"[{_shown(action)}]" if optional else _shown(action)
 
 
@@ -101,7 +118,7 @@ def _shown(action: argparse.Action) -> str:
     """The option with its value's name, or the name of the positional."""
     value = str(action.metavar)
     if not action.option_strings:
-        return value
+        return f"{value} …" if action.nargs == "*" else value
     return action.option_strings[-1] if action.nargs == 0 else f"{action.option_strings[-1]} {value}"
 
 

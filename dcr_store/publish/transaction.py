@@ -11,7 +11,7 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -33,6 +33,7 @@ from dcr_store.log.line import LineLog
 from dcr_store.publish.baseline import Baseline
 from dcr_store.publish.chunks import ReadInto
 from dcr_store.publish.committing import Proposal, Sealed, append_commit, propose, store_proposal
+from dcr_store.publish.flow import Flow
 from dcr_store.publish.opening import LIVE, WRITER
 from dcr_store.publish.partitions import PartitionWriter, read_durable
 from dcr_store.publish.spool import ChunkSpool
@@ -303,8 +304,15 @@ class Transaction:
 
     # ------------------------------------------------------------------ deciding
 
-    def commit(self) -> VersionInfo:
+    def commit(self, *, wait_for: Iterable[str] = (), timeout_s: float | None = None) -> VersionInfo:
         """Make the version.
+
+        Parameters
+        ----------
+        wait_for : iterable of str
+            Names of groups: return when each has promoted this version, or one after it.
+        timeout_s : float, optional
+            How long to wait for them; for ever by default.
 
         Returns
         -------
@@ -317,7 +325,22 @@ class Transaction:
             If the transaction was taken over or aborted: nothing was committed.
         OutcomeUnknownError
             If the answer was lost for good: look at the log before anything else.
+        LagError
+            If a group took longer than `timeout_s`: the version is committed; ``commit`` again goes on waiting.
         """
+        flow = Flow(self._catalog, self.line, wait_for)
+        if timeout_s is not None and not (flow.groups and isinstance(timeout_s, int | float) and timeout_s >= 0):
+            raise InvalidInputError(
+                "timeout_s is how long to wait for groups",
+                key="timeout_s",
+                expected="0 or more, and wait_for",
+                found=timeout_s,
+            )
+        info = self._commit()
+        flow.wait(self._pending.version, timeout_s)
+        return info
+
+    def _commit(self) -> VersionInfo:
         if self._committed is not None:
             return self._committed
         self._require_open()

@@ -1,0 +1,105 @@
+"""Flow control: a publisher that waits for groups, or does not run far ahead of them (docs/spec/v1.md §12).
+
+Refuses groups that do not exist or follow another line, before anything is begun or committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from dcr_store.errors import InvalidInputError, LagError
+from dcr_store.format.names import check_group, version_name
+from dcr_store.log.group import AckReader, GroupLog
+from dcr_store.log.group_progress import Progress, read_progress
+from dcr_store.versions.catalog import Catalog
+
+_FIRST_DELAY_S: Final = 0.05
+_LONGEST_DELAY_S: Final = 0.5
+
+
+class Flow:
+    """Some groups, as a publisher of a line sees them.
+
+    Raises
+    ------
+    NotFoundError
+        If a group does not exist.
+    InvalidInputError
+        If a group follows another line.
+    """
+
+    def __init__(self, catalog: Catalog, line: str, groups: Iterable[str]) -> None:
+        if isinstance(groups, str):
+            raise InvalidInputError("is no list of groups", key="groups", expected="names in a list", found=groups)
+        self.line = line
+        self.groups = list(dict.fromkeys(map(check_group, groups)))
+        self._groups = [
+            (GroupLog(catalog.objects, group, catalog.store_sha256), AckReader(catalog.objects, group))
+            for group in self.groups
+        ]
+        for log, _ in self._groups:
+            state = log.existing()
+            if state.line != line:
+                raise InvalidInputError(
+                    f"{log.name} does not follow the line that is published",
+                    key=log.group,
+                    expected=line,
+                    found=state.line,
+                )
+
+    def require_near(self, next_version: int, max_ahead: int) -> None:
+        """Refuse to begin a version that is more than `max_ahead` after a group's active one.
+
+        Raises
+        ------
+        LagError
+            Names the groups, and what each waits for.
+        """
+        behind = []
+        for progress in self._progress():
+            active = progress.state.active
+            if next_version - (-1 if active is None else active.number) > max_ahead:
+                behind.append(progress)
+        if behind:
+            raise LagError(
+                f"{version_name(self.line, next_version)} would be more than {max_ahead} ahead; begin again when "
+                f"they have caught up: {_told(behind)}",
+                key=self.line,
+            )
+
+    def wait(self, number: int, timeout_s: float | None) -> None:
+        """Wait until every group has promoted a version, or one after it.
+
+        Raises
+        ------
+        LagError
+            If that takes longer than `timeout_s`; names the groups, and what each waits for.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        delay_s = _FIRST_DELAY_S
+        while True:
+            behind = [progress for progress in self._progress() if not progress.has_promoted(number)]
+            if not behind:
+                return
+            left_s = delay_s if deadline is None else deadline - time.monotonic()
+            if left_s <= 0:
+                raise LagError(
+                    f"{version_name(self.line, number)} is committed, but not promoted everywhere after {timeout_s:g} s"
+                    f": {_told(behind)}; commit again to go on waiting",
+                    key=version_name(self.line, number),
+                )
+            time.sleep(min(delay_s, left_s))
+            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+
+    def _progress(self) -> list[Progress]:
+        return [read_progress(log, acks) for log, acks in self._groups]
+
+
+def _told(behind: list[Progress]) -> str:
+    return "; ".join(
+        f"group {item.state.group} is at {'no version' if item.state.active is None else item.state.active.version} "
+        f"and waits for {item.waits_for}"
+        for item in behind
+    )
