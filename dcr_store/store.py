@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from dcr_store.ports import ObjectStore
     from dcr_store.publish.baseline import Baseline
     from dcr_store.publish.transaction import Transaction
+    from dcr_store.receive.aio import AsyncReceiver
     from dcr_store.receive.group import Group
     from dcr_store.receive.pull import PullResult
+    from dcr_store.receive.receiver import Receiver
     from dcr_store.receive.status import Status
 
 Url = str | os.PathLike[str]
@@ -343,6 +345,53 @@ class Store:
         return pull(
             self._catalog, self._catalog.resolve("main" if version is None else version), directory, force=force
         )
+
+    def receiver(
+        self,
+        target: object,
+        *,
+        line: str = "main",
+        spool: Url | None = None,
+        spool_nbytes: int = 16 << 30,
+    ) -> Receiver:
+        """Return a receiver, which keeps a target at the newest version of a line and fetches ahead; see ``Receiver``.
+
+        Parameters
+        ----------
+        target : path or Bringer
+            A directory of safetensors, in place; or what else can be kept at a version.
+        line : str
+            May have no version yet.
+        spool : path, optional
+            Directory for what is fetched before it is needed; by default in the target's directory, or a temporary
+            one. Several receivers may share it.
+        spool_nbytes : int
+            The most bytes to keep there.
+
+        Raises
+        ------
+        InvalidInputError
+            If an argument cannot be used.
+        """
+        from dcr_store.receive.receiver import open_receiver
+
+        sha256 = self._catalog.store_sha256
+        return open_receiver(
+            self._objects, self._document, sha256, target, line=line, spool=spool, spool_nbytes=spool_nbytes
+        )
+
+    def async_receiver(
+        self,
+        target: object,
+        *,
+        line: str = "main",
+        spool: Url | None = None,
+        spool_nbytes: int = 16 << 30,
+    ) -> AsyncReceiver:
+        """Return the asyncio twin of ``receiver``."""
+        from dcr_store.receive.aio import AsyncReceiver
+
+        return AsyncReceiver(self.receiver(target, line=line, spool=spool, spool_nbytes=spool_nbytes))
 
     # ------------------------------------------------------------------ groups
 

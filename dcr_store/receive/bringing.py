@@ -6,10 +6,13 @@ Refuses targets of kinds that it does not know.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from dcr_store.errors import InvalidInputError
+from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.receive.pull import held, pull
+from dcr_store.receive.spool import SPOOL
 from dcr_store.targets.paths import local_path
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.prefetch import Fetch
@@ -18,7 +21,11 @@ from dcr_store.versions.replay import Outcome
 
 @runtime_checkable
 class Bringer(Protocol):
-    """Brings one target, local files or live tensors, from version to version. Used by one thread at a time."""
+    """Brings one target, local files or live tensors, from version to version. Used by one thread at a time.
+
+    A bringer may have two attributes more: ``is_atomic``, true where the old version is there and whole until the new
+    one is, and ``spool_directory``, where partitions may be kept beside the target (a path, or None).
+    """
 
     def held(self, catalog: Catalog) -> Located | None:
         """Return the version that the target surely holds; None if it is empty, torn, or holds something unknown."""
@@ -60,6 +67,16 @@ class DirectoryBringer:
 
     def __repr__(self) -> str:
         return f"DirectoryBringer({str(self._directory)!r})"
+
+    @property
+    def spool_directory(self) -> Path | None:
+        """A place in the directory, unless it may turn out to be somebody else's."""
+        own = self._directory / OWN_DIRECTORY
+        try:
+            is_ours = own.is_dir() if self._directory.is_dir() and any(self._directory.iterdir()) else True
+        except OSError:
+            return None
+        return own / SPOOL if is_ours and not own.is_symlink() else None
 
     def held(self, catalog: Catalog) -> Located | None:
         """Return the version that the directory's marker names, None if it is not clean or of another store."""

@@ -26,6 +26,7 @@ from dcr_store.layout.dtypes import uint_dtype
 from dcr_store.payload.version import Table, VersionContents, root_of
 from dcr_store.receive import leftovers, side_files, structure
 from dcr_store.receive.leftovers import STAGE
+from dcr_store.receive.spool import SPOOL
 from dcr_store.receive.structure import Structure
 from dcr_store.targets.checkpoint import open_checkpoint
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
@@ -139,7 +140,8 @@ def pull(
         root = root.resolve()
         structure.refuse_own(root, goal_files)
         is_new = not any(root.iterdir())
-        is_ours = (root / OWN_DIRECTORY).is_dir()
+        # A receiver's spool may be there before anything is known of the rest.
+        is_ours = (root / OWN_DIRECTORY).is_dir() and any(i.name != SPOOL for i in (root / OWN_DIRECTORY).iterdir())
     except OSError as error:
         raise StorageError(f"cannot be made or read: {error.strerror}", key=str(root)) from error
     try:
@@ -255,7 +257,7 @@ def _find(catalog: Catalog, name: str, root: str | None) -> Located | None:
     In a store that was restored from a copy, another version has taken the number.
     """
     with contextlib.suppress(NotFoundError, InvalidInputError):
-        found = catalog.resolve(name)
+        found = catalog.known(name) or catalog.resolve(name)
         if root in (None, found.row.root):
             return found
     return None if root is None else next(iter(catalog.find_root(root)), None)

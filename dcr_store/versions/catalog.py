@@ -127,6 +127,20 @@ class Catalog:
             )
         return Located(ref.line, row)
 
+    def known(self, name: str) -> Located | None:
+        """Return the version that ``line@number`` names if its log has been read that far; asks nobody for more of it.
+
+        Raises
+        ------
+        InvalidInputError
+            If `name` names no version.
+        """
+        ref = VersionRef.parse(name)
+        if ref.line is None or ref.number is None:
+            return None
+        row = self.log(ref.line).row(ref.number)
+        return None if row is None else Located(ref.line, row)
+
     def find_root(self, prefix: str) -> list[Located]:
         """Return all versions, newest first per line, whose state root begins with `prefix`."""
         found = []

@@ -1,0 +1,168 @@
+"""The loop of a receiver: look, decide, prepare, bring; wait longer the less happens, and after failures.
+
+A failure is told and tried again. One that concerns a version keeps no other version from being tried; one that another
+try cannot cure ends the loop.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from dcr_store.errors import DcrError, FencedError, InvalidInputError
+from dcr_store.receive.deciding import Decider, Step
+from dcr_store.receive.keeper import Keeper, StoreReplacedError, brought, same
+from dcr_store.receive.pacing import Blocked, rests, retries
+from dcr_store.receive.results import Applied, Prepared
+from dcr_store.versions.catalog import Located
+
+CHECK_INTERVAL_S: Final = 30.0
+
+T = TypeVar("T")
+OnPrepared = Callable[[Prepared], None]
+OnApplying = Callable[[Prepared], None]
+OnApplied = Callable[[Applied], None]
+OnFailure = Callable[[DcrError, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What is called on the way; see ``Receiver.follow``."""
+
+    on_prepared: OnPrepared | None = None
+    on_applying: OnApplying | None = None
+    on_applied: OnApplied | None = None
+    on_failure: OnFailure | None = None
+
+
+class Follow:
+    """One run of the loop.
+
+    Parameters
+    ----------
+    until : int or None
+        The number of the version at which to end.
+    once : bool
+        End at the version that is wanted at first; raise at the first failure.
+    stop : threading.Event
+        Ends the loop when it is set.
+    """
+
+    def __init__(
+        self, keeper: Keeper, decider: Decider, until: int | None, once: bool, hooks: Hooks, stop: threading.Event
+    ) -> None:
+        self._keeper, self._decider, self._until, self._once = keeper, decider, until, once
+        self._hooks, self._stop = hooks, stop
+        self._rests, self._retries, self._blocked = rests(), retries(), Blocked()
+        self._seen: object = None
+        self._announced: Located | None = None
+        self._told: Located | None = None
+        self._untold: Applied | None = None
+        self._last: Applied | None = None
+        self._check_at_s = time.monotonic() + CHECK_INTERVAL_S
+
+    def run(self) -> Applied | None:
+        """Run until the end is reached or `stop` is set; return the last change of the target."""
+        while not self._stop.is_set():
+            try:
+                wait_s = self._turn()
+            except (FencedError, InvalidInputError, StoreReplacedError):
+                raise
+            except DcrError as error:
+                if self._once:
+                    raise
+                self._check_at_s = 0.0
+                wait_s = self._retries.next()
+                self._tell(error, wait_s)
+            if wait_s is None:
+                break
+            self._stop.wait(wait_s)
+        return self._last
+
+    def _turn(self) -> float | None:
+        """Go one step further; return the seconds to wait before the next one, None at the end."""
+        self._check_store()
+        seen = self._keeper.look(serves=self._decider.serves)
+        step = self._decider.next(self._keeper, self._until)
+        self._retries.reset()
+        if (self._keeper.length, seen) != self._seen:
+            self._seen = self._keeper.length, seen
+            self._rests.reset()
+        goal = step.goal
+        if goal is None:
+            return None if self._once else self._rests.next()
+        if self._once and self._until is None and step.may_apply:
+            self._until = goal.row.version  # what comes meanwhile is for another time
+        if step.may_apply and same(self._keeper.held, goal):
+            self._arrive(step, goal)
+            return None if self._is_end(goal) else self._rests.next()
+        if self._blocked.holds(goal.name, time.monotonic()):
+            return self._rests.next()
+        try:
+            return self._go(step, goal)
+        except (FencedError, InvalidInputError):
+            raise
+        except DcrError as error:
+            if self._once:
+                raise
+            self._keeper.drop_preparation()
+            self._tell(error, self._blocked.add(goal.name, time.monotonic()))
+            return self._rests.next()
+
+    def _go(self, step: Step, goal: Located) -> float:
+        """Prepare the goal and, if that may be, bring the target there."""
+        preparation = self._keeper.begin(goal)
+        if preparation is None:
+            if not step.may_apply:
+                # Nothing that was served is lost: the target holds nothing certain.
+                self._keeper.bring(goal, serves=False)
+            prepared = brought(goal)
+        elif preparation.wait(self._rests.next()):
+            prepared = preparation.result()
+        else:
+            return 0.0
+        if not same(self._announced, goal):
+            _call(self._hooks.on_prepared, prepared)
+            self._announced = goal
+        if step.may_apply:
+            _call(self._hooks.on_applying, prepared)
+            self._untold = self._last = self._keeper.bring(goal)
+            self._blocked.clear()
+        else:
+            self._decider.prepared(step, prepared)
+        self._rests.reset()
+        return 0.0
+
+    def _arrive(self, step: Step, goal: Located) -> None:
+        """The target holds what it should: say so, once."""
+        self._keeper.serve()
+        if not same(self._told, goal):
+            unchanged = Applied(goal.name, goal.row.root, goal.name, 0, 0, 0, 0, 0.0)
+            told = self._untold
+            _call(self._hooks.on_applied, told if told is not None and told.version == goal.name else unchanged)
+            self._told, self._untold, self._announced = goal, None, None
+        self._decider.applied(step)
+
+    def _is_end(self, goal: Located) -> bool:
+        return self._once or (self._until is not None and goal.row.version >= self._until)
+
+    def _check_store(self) -> None:
+        """Now and then, see whether the store is still the one that was opened: numbers alone do not tell."""
+        if time.monotonic() >= self._check_at_s:
+            self._keeper.check_store()
+            self._check_at_s = time.monotonic() + CHECK_INTERVAL_S
+
+    def _tell(self, error: DcrError, wait_s: float) -> None:
+        if self._hooks.on_failure is not None:
+            self._hooks.on_failure(error, wait_s)
+        else:
+            warnings.warn(f"{error}; trying again in {wait_s:.1f} s", stacklevel=5)
+
+
+def _call(hook: Callable[[T], None] | None, value: T) -> None:
+    if hook is not None:
+        hook(value)

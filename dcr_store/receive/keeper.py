@@ -1,0 +1,268 @@
+"""Keeps one target at versions of one line: looks at the store, prepares, brings. Decides nothing about which version.
+
+After any failure the target is known to hold what it held, or known to hold nothing certain; then it is brought from
+there. Where verified objects do not give the recorded bits, it is brought back.
+"""
+
+from __future__ import annotations
+
+import time
+
+from dcr_store import events
+from dcr_store.errors import DcrError, FormatError, IntegrityError, NotFoundError
+from dcr_store.format import canonical
+from dcr_store.format.documents import StoreDocument
+from dcr_store.format.names import STORE_KEY, record_key
+from dcr_store.ports import ObjectStore
+from dcr_store.receive.bringing import Bringer
+from dcr_store.receive.preparing import Preparation, prepare
+from dcr_store.receive.results import Active, Applied, Prepared
+from dcr_store.receive.spool import Spool, Tag
+from dcr_store.receive.spooled import SpooledObjects
+from dcr_store.receive.streaming import Seen, Streaming
+from dcr_store.receive.transfers import Transfers
+from dcr_store.versions.catalog import Catalog, Located
+
+
+class StoreReplacedError(IntegrityError):
+    """The store is not the one any more that was opened."""
+
+
+class Keeper:
+    """The parts of a receiver. Used by one thread; only ``active`` is read by others.
+
+    Parameters
+    ----------
+    objects, document, store_sha256
+        The store.
+    line : str
+    bringer : Bringer
+        The target.
+    spool : Spool
+
+    Attributes
+    ----------
+    catalog : Catalog
+        The store, seen through the spool.
+    held : Located or None
+        The version that the target surely holds; None if it is on its way, or nothing is known of it.
+    active : Active or None
+        The same, unless it may not be served yet.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        document: StoreDocument,
+        store_sha256: str,
+        line: str,
+        bringer: Bringer,
+        spool: Spool,
+    ) -> None:
+        self.line = line
+        self._through = SpooledObjects(objects, spool)
+        self.catalog = Catalog(self._through, document, store_sha256)
+        self.held: Located | None = None
+        self.active: Active | None = None
+        self._objects, self._store_sha256 = objects, store_sha256
+        self._log = self.catalog.log(line)
+        self._bringer = bringer
+        self._transfers = Transfers(objects, spool)
+        self._streaming = Streaming(self._log, self._transfers, Tag.family_of(document.store_id, line))
+        self._knows_held = False
+        self._served: Located | None = None
+        self._preparation: Preparation | None = None
+
+    # ------------------------------------------------------------------ looking
+
+    def look(self, *, serves: bool) -> Seen | None:
+        """Read on in the log, and in the journal of the transaction that is open, if any; have that fetched.
+
+        Parameters
+        ----------
+        serves : bool
+            Whether a target that is found to hold a version may serve it.
+        """
+        self._log.refresh()
+        seen = self._streaming.look()
+        if not self._knows_held:
+            self._find_held()
+        if serves:
+            self.serve()
+        return seen
+
+    def serve(self) -> None:
+        """Let the version that the target holds be served."""
+        self._served = self.held
+        self._tell_active()
+
+    def _tell_active(self) -> None:
+        self.active = active_of(self.held) if same(self.held, self._served) else None
+
+    @property
+    def length(self) -> int:
+        """The number of records in the line's log, as of the last look."""
+        return self._log.state.length
+
+    def head(self, at_most: int | None = None) -> Located | None:
+        """Return the newest version as of the last look, but none after number `at_most`."""
+        row = self._log.state.head
+        if row is not None and at_most is not None and row.version > at_most:
+            row = self._log.row(at_most)
+        return None if row is None else Located(self.line, row)
+
+    def spool_nbytes(self) -> int:
+        """Return the bytes in the spool."""
+        return self._transfers.spool.nbytes()
+
+    def check_store(self) -> None:
+        """Raise ``StoreReplacedError`` if the store is another one by now, or lacks what the log said before."""
+        last = self._log.state.length - 1
+        expected = {STORE_KEY: self._store_sha256}
+        if last >= 0:
+            expected[record_key(self.line, last)] = self._log.state.last_sha256
+        for key, sha256 in expected.items():
+            try:
+                found = canonical.sha256(self._objects.get(key))
+            except NotFoundError:
+                found = "nothing"
+            if found != sha256:
+                raise StoreReplacedError(
+                    "the store was replaced, or set back to an earlier state, while it was followed; see which one it "
+                    "is now, and start the receiver again",
+                    key=key,
+                    expected=sha256,
+                    found=found,
+                )
+
+    def _find_held(self) -> None:
+        self.held = self._bringer.held(self.catalog)
+        self._knows_held = True
+        self._tell_active()
+
+    # ------------------------------------------------------------------ preparing
+
+    def begin(self, goal: Located) -> Preparation | None:
+        """Begin to prepare `goal`, or go on with it.
+
+        Returns
+        -------
+        Preparation or None
+            None if nothing certain is known of the target: then it can only be brought there.
+        """
+        if not self._knows_held:
+            self._find_held()
+        known = self._preparation
+        if known is not None and not (same(known.goal, goal) and same(known.base, self.held)):
+            self.drop_preparation()
+        if self.held is None:
+            return None
+        if self._preparation is None:
+            events.reached("receiver.prepare", goal.name)
+            self._preparation = prepare(self.catalog, self._transfers, self.held, goal)
+        return self._preparation
+
+    def drop_preparation(self) -> None:
+        """Forget what was begun; what has been fetched stays in the spool while there is room."""
+        if self._preparation is not None:
+            self._preparation.cancel()
+            self._preparation = None
+
+    def prepare(self, goal: Located) -> Prepared:
+        """Prepare `goal`, or bring the target there where nothing certain is known of it; waits."""
+        preparation = self.begin(goal)
+        if preparation is None:
+            self.bring(goal, serves=False)
+            return brought(goal)
+        try:
+            return preparation.result()
+        except DcrError:
+            self.drop_preparation()
+            raise
+
+    # ------------------------------------------------------------------ bringing
+
+    def bring(self, goal: Located, *, serves: bool = True) -> Applied:
+        """Bring the target to `goal`, from whatever it holds.
+
+        Parameters
+        ----------
+        serves : bool
+            Whether the version may be served then.
+
+        Raises
+        ------
+        IntegrityError, FormatError
+            If the store is damaged or defective on the way. The target is back where it was, if that was known.
+        DcrError
+            Any other failure.
+        """
+        started, base = time.perf_counter(), self.held
+        spooled, fetched = self._moved()
+        if not getattr(self._bringer, "is_atomic", False):
+            self.active = None
+        self._knows_held = False
+        events.reached("receiver.apply.before", goal.name)
+        try:
+            outcome = self._bringer.bring(self.catalog, goal, self._transfers.read)
+        except (IntegrityError, FormatError) as error:
+            self._go_back(base, error)
+            raise
+        finally:
+            self.drop_preparation()
+        self.held, self._knows_held = goal, True
+        if serves:
+            self._served = goal
+        self._tell_active()
+        self._transfers.spool.need(())
+        events.reached("receiver.apply.after", goal.name)
+        after = self._moved()
+        return Applied(
+            goal.name,
+            goal.row.root,
+            None if base is None else base.name,
+            after[0] - spooled,
+            after[1] - fetched,
+            outcome.chunks_written,
+            outcome.chunks_healed,
+            round(time.perf_counter() - started, 6),
+        )
+
+    def _moved(self) -> tuple[int, int]:
+        """Return the bytes taken from the spool and those fetched, without what is fetched ahead of any commit."""
+        counts, through = self._transfers.counts, self._through
+        return counts.spooled + through.nbytes_found, counts.fetched - counts.ahead + through.nbytes_passed
+
+    def _go_back(self, base: Located | None, error: DcrError) -> None:
+        """Bring the target back to `base`, unless it is there still."""
+        try:
+            self._find_held()
+            if base is not None and self.held is None:
+                events.reached("receiver.back", base.name)
+                self._bringer.bring(self.catalog, base, self._transfers.read)
+                self.held = base
+                self._tell_active()
+        except DcrError as second:
+            self._knows_held = False
+            error.add_note(f"the target could not be brought back either: {second}")
+
+    def close(self) -> None:
+        """Stop transfers, let go of the target."""
+        self.drop_preparation()
+        self._transfers.close()
+        self._bringer.close()
+
+
+def same(a: Located | None, b: Located | None) -> bool:
+    """Whether two versions are one, by name and content; nothing is the same as nothing."""
+    return a is b or (a is not None and b is not None and (a.name, a.row.root) == (b.name, b.row.root))
+
+
+def active_of(located: Located | None) -> Active | None:
+    """Return a version as what a target may serve."""
+    return None if located is None else Active(located.name, located.row.root)
+
+
+def brought(goal: Located) -> Prepared:
+    """Return what is prepared where a target is brought to a version without."""
+    return Prepared(goal.name, goal.row.root, None, None, 0, 0, 0)

@@ -1,0 +1,255 @@
+"""A receiver: follows a line, fetches what it will need, brings its target from version to version.
+
+Whatever is killed, cut off or torn, the same receiver started again ends at the right version with the right bits: the
+log says which, digests say where the target is, the spool only saves time. Refuses to be used by two threads at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import gettempdir
+from types import TracebackType
+from typing import Self
+
+from dcr_store.errors import ConflictError, InvalidInputError, StorageError
+from dcr_store.format.documents import StoreDocument
+from dcr_store.format.names import VersionRef, check_line
+from dcr_store.ports import ObjectStore
+from dcr_store.receive.bringing import Bringer, bringer_of
+from dcr_store.receive.deciding import Alone, Decider
+from dcr_store.receive.following import Follow, Hooks, OnApplied, OnApplying, OnFailure, OnPrepared
+from dcr_store.receive.keeper import Keeper, active_of
+from dcr_store.receive.results import Active, Applied, Polled, Prepared
+from dcr_store.receive.spool import Spool
+from dcr_store.targets.own_directories import refuse_inside_store
+from dcr_store.targets.paths import local_path
+from dcr_store.targets.temporary import make_locked
+from dcr_store.versions.catalog import Located
+
+
+class Receiver:
+    """Keeps one target at the versions of a line. Made by ``Store.receiver``; a context manager.
+
+    For one thread at a time; ``active`` and ``stop`` may be called from any.
+    """
+
+    def __init__(self, keeper: Keeper, decider: Decider, release: Callable[[], None]) -> None:
+        self.line = keeper.line
+        self._keeper, self._decider, self._release = keeper, decider, release
+        self._goal: Located | None = None
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<dcr_store Receiver of {self.line}, at {self._keeper.active and self._keeper.active.version}>"
+
+    def poll(self) -> Polled:
+        """Look at the store: one request where nothing is new, two while a transaction is open.
+
+        What an open transaction has journaled since the last look is fetched in the background.
+
+        Raises
+        ------
+        StorageError
+            If the store cannot be reached.
+        IntegrityError, FormatError
+            If its log is damaged, or too new.
+        """
+        with self._used():
+            seen = self._keeper.look(serves=self._decider.serves)
+            head = active_of(self._keeper.head())
+            return Polled(head, seen, self._keeper.active, self._keeper.spool_nbytes())
+
+    def prepare(self, version: str) -> Prepared:
+        """Have all that is needed to bring the target to `version`, and know what the target holds.
+
+        Parameters
+        ----------
+        version : str
+            A version of the receiver's line: ``main@42``, ``main`` (its newest), or the first digits of a root.
+
+        Returns
+        -------
+        Prepared
+            A target that is empty, or of which nothing certain is known, is at the version already.
+
+        Raises
+        ------
+        NotFoundError
+            If there is no such version.
+        IntegrityError
+            If the store is damaged on the way there; the target is as it was.
+        """
+        with self._used():
+            goal = self._keeper.catalog.resolve(version)
+            if goal.line != self.line:
+                raise InvalidInputError(
+                    "is no version of the line that the receiver follows",
+                    key=version,
+                    expected=self.line,
+                    found=goal.line,
+                )
+            self._goal = None
+            prepared = self._keeper.prepare(goal)
+            self._goal = goal
+            return prepared
+
+    def apply(self) -> Applied:
+        """Bring the target to the version that was prepared last.
+
+        Raises
+        ------
+        InvalidInputError
+            If none was prepared.
+        IntegrityError
+            If verified objects do not give the recorded bits. The target is back at the version before, if that
+            was known.
+        DcrError
+            Any other failure; ``apply`` may be called again.
+        """
+        with self._used():
+            if self._goal is None:
+                raise InvalidInputError("nothing is prepared; call prepare(version) first", key=self.line)
+            return self._keeper.bring(self._goal)
+
+    def follow(
+        self,
+        *,
+        until: str | None = None,
+        once: bool = False,
+        on_prepared: OnPrepared | None = None,
+        on_applying: OnApplying | None = None,
+        on_applied: OnApplied | None = None,
+        on_failure: OnFailure | None = None,
+    ) -> Applied | None:
+        """Keep the target at the newest version, until told to stop.
+
+        Failures of the store, of the disk and of single versions are told and tried again, at longer and longer
+        intervals; the target stays at the version that it holds, and newer versions are tried at once.
+
+        Parameters
+        ----------
+        until : str, optional
+            ``line@number``; return once the target holds this version, or a later one.
+        once : bool
+            Return once the target holds the version that is the newest now; raise at the first failure.
+        on_prepared : callable, optional
+            Called with ``Prepared`` once all that a version needs is at hand.
+        on_applying, on_applied : callable, optional
+            Called with ``Prepared`` just before the target is changed, and with ``Applied`` once it holds the version,
+            also if it does so from the start. What a hook raises ends the loop, unless it is a ``DcrError``: then it
+            is called again.
+        on_failure : callable, optional
+            Called with the error and the seconds until the next try. By default a warning tells.
+
+        Returns
+        -------
+        Applied or None
+            The last change of the target; None if there was none.
+
+        Raises
+        ------
+        InvalidInputError
+            If the target may not be changed: it holds what is not this store's.
+        IntegrityError
+            If the store is another one by now than was opened.
+        """
+        number = None if until is None else self._number(until)
+        hooks = Hooks(on_prepared, on_applying, on_applied, on_failure)
+        with self._used():
+            return Follow(self._keeper, self._decider, number, once, hooks, self._stop).run()
+
+    def _number(self, until: str) -> int:
+        ref = VersionRef.parse(until)
+        if ref.line != self.line or ref.number is None:
+            raise InvalidInputError(
+                "is no version to follow the line until", key=until, expected=f"{self.line}@NUMBER", found=until
+            )
+        return ref.number
+
+    def active(self) -> Active | None:
+        """Return the version that the target holds and may serve, to stamp rollouts with.
+
+        None while it is on its way, and until the first ``poll`` or ``follow``. Asks nobody.
+        """
+        return self._keeper.active
+
+    def stop(self) -> None:
+        """Let ``follow`` return soon, after what it is applying just now, and never begin again. From any thread."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """Stop, wait for transfers under way, let go of the target, which stays as it is."""
+        self.stop()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                try:
+                    self._keeper.close()
+                finally:
+                    self._release()
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise ConflictError("another thread is using the receiver; stop it there first", key=self.line)
+        try:
+            if self._closed:
+                raise InvalidInputError("the receiver is closed; make another one", key=self.line)
+            yield
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_receiver(
+    objects: ObjectStore,
+    document: StoreDocument,
+    store_sha256: str,
+    target: object,
+    *,
+    line: str,
+    spool: str | os.PathLike[str] | None,
+    spool_nbytes: int,
+) -> Receiver:
+    """Make a receiver; see ``Store.receiver``."""
+    check_line(line)
+    if not isinstance(spool_nbytes, int) or isinstance(spool_nbytes, bool) or spool_nbytes < 0:
+        raise InvalidInputError(
+            "is no number of bytes", key="spool_nbytes", expected="0 or more", found=f"{spool_nbytes!r:.80}"
+        )
+    bringer = bringer_of(target)
+    place, release = _spool_place(bringer, spool)
+    keeper = Keeper(objects, document, store_sha256, line, bringer, Spool(place, spool_nbytes))
+    return Receiver(keeper, Alone(), release)
+
+
+def _spool_place(bringer: Bringer, given: str | os.PathLike[str] | None) -> tuple[Path, Callable[[], None]]:
+    """Return where the spool is to be, and what to call at the end."""
+    place = getattr(bringer, "spool_directory", None) if given is None else local_path(given, "spool")
+    if place is not None:
+        refuse_inside_store(place, "the spool")
+        return Path(os.path.realpath(place)), lambda: None
+    try:
+        directory, descriptor = make_locked("dcr-spool-")
+    except OSError as error:
+        raise StorageError(f"there is no place for a spool: {error.strerror}; name one", key=gettempdir()) from error
+
+    def release() -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(descriptor)
+
+    return directory, release

@@ -1,0 +1,146 @@
+"""Objects on their way into a spool, in the background; each is fetched once, however many ask for it.
+
+What a version needs goes before what an open transaction may turn out to need. Memory is bounded by bytes in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from dcr_store import events
+from dcr_store.errors import DcrError
+from dcr_store.format.documents import ObjectRef
+from dcr_store.payload.version import SealedPartition, fetch
+from dcr_store.ports import ObjectStore
+from dcr_store.receive.spool import Spool, Tag
+
+IN_FLIGHT_NBYTES: Final = 128 << 20
+_N_FETCHERS: Final = 8
+_N_AHEAD: Final = 4
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was moved so far, in bytes.
+
+    Attributes
+    ----------
+    fetched : int
+        From the store, all in all.
+    ahead : int
+        Of these, for transactions that were open.
+    spooled : int
+        Taken from the spool when they were needed.
+    """
+
+    fetched: int = 0
+    ahead: int = 0
+    spooled: int = 0
+
+
+class Transfers:
+    """Fetches objects into a spool and takes them from there. Safe to use from several threads."""
+
+    def __init__(self, objects: ObjectStore, spool: Spool) -> None:
+        self.objects, self.spool = objects, spool
+        self.counts = Counts()
+        self._flying: dict[str, Future[bool]] = {}
+        self._in_flight_nbytes = 0
+        self._changed = threading.Condition()
+        self._needed = ThreadPoolExecutor(_N_FETCHERS, "dcr-fetch")
+        self._ahead = ThreadPoolExecutor(_N_AHEAD, "dcr-ahead")
+
+    def want(self, ref: ObjectRef, tag: Tag | None = None) -> Future[bool]:
+        """Have an object in the spool.
+
+        Parameters
+        ----------
+        tag : Tag, optional
+            The open transaction that it is of, which may never be committed; None if it is surely needed.
+
+        Returns
+        -------
+        Future of bool
+            Whether the spool has it. If there is no room for it, what is needed is still fetched, and found to be
+            right; what only may be needed is not. Raises what ``fetch`` raises.
+        """
+        with self._changed:
+            flying = self._flying.get(ref.sha256)
+            if flying is not None and (tag is not None or flying.running() or flying.done() or not flying.cancel()):
+                return flying
+            pool = self._needed if tag is None else self._ahead
+            future = pool.submit(self._bring, ref, tag)
+            self._flying[ref.sha256] = future
+        future.add_done_callback(lambda done: self._land(ref.sha256, done))
+        return future
+
+    def _land(self, sha256: str, future: Future[bool]) -> None:
+        with self._changed:
+            if self._flying.get(sha256) is future:
+                del self._flying[sha256]
+
+    def _bring(self, ref: ObjectRef, tag: Tag | None) -> bool:
+        if self.spool.has(ref, tag):
+            return True
+        slot = self.spool.reserve(ref, tag)
+        if slot is None:
+            if tag is None:
+                self._fetch(ref, None)
+            return False
+        with slot:
+            return slot.write(self._fetch(ref, tag))
+
+    def read(self, item: SealedPartition) -> bytes:
+        """Return a partition's verified bytes, from the spool if it is there or under way; what is fetched is not kept.
+
+        Raises
+        ------
+        IntegrityError, FormatError, StorageError
+            If it has to be fetched and cannot be.
+        """
+        with self._changed:
+            flying = self._flying.get(item.ref.sha256)
+        if flying is not None and not flying.cancel():
+            try:
+                flying.result()
+            except (DcrError, CancelledError):
+                events.reached("transfer.lost", item.key)  # fetched now, and if that fails too, with its own error
+        data = self.spool.get(item.ref)
+        if data is not None:
+            with self._changed:
+                self.counts.spooled += len(data)
+            return data
+        return self._fetch(item.ref, None)
+
+    def _fetch(self, ref: ObjectRef, tag: Tag | None) -> bytes:
+        with self._admitted(ref.nbytes):
+            events.reached("transfer.before", ref.key)
+            data = fetch(self.objects, ref)
+            events.reached("transfer.fetched", ref.key)
+        with self._changed:
+            self.counts.fetched += len(data)
+            self.counts.ahead += len(data) if tag is not None else 0
+        return data
+
+    @contextmanager
+    def _admitted(self, nbytes: int) -> Iterator[None]:
+        with self._changed:
+            while self._in_flight_nbytes and self._in_flight_nbytes + nbytes > IN_FLIGHT_NBYTES:
+                self._changed.wait()
+            self._in_flight_nbytes += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._in_flight_nbytes -= nbytes
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Drop what has not begun, and wait for what has."""
+        for pool in (self._needed, self._ahead):
+            pool.shutdown(wait=True, cancel_futures=True)
