@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from dcr_store.errors import ConflictError, InvalidInputError, NotFoundError, StorageError
 from dcr_store.format import canonical
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dcr_store.publish.baseline import Baseline
     from dcr_store.publish.transaction import Transaction
     from dcr_store.receive.aio import AsyncReceiver
+    from dcr_store.receive.copying import CopyResult
     from dcr_store.receive.group import Group
     from dcr_store.receive.pull import PullResult
     from dcr_store.receive.receiver import Receiver
@@ -338,13 +339,47 @@ class Store:
         """Write a version's checkpoint into a directory, byte for byte as it was published; see ``pull``."""
         return self.pull(directory, version, force=force)
 
-    def pull(self, directory: Url, version: str | None = None, *, force: bool = False) -> PullResult:
-        """Bring a directory to a version (``main``'s head by default), in place; see ``receive.pull``."""
+    @overload
+    def pull(
+        self, directory: Url, version: str | None = None, *, mode: Literal["in-place"] = "in-place", force: bool = False
+    ) -> PullResult: ...
+    @overload
+    def pull(
+        self, directory: Url, version: str | None = None, *, mode: Literal["copy"], keep: int = 1, force: bool = False
+    ) -> CopyResult: ...
+    def pull(
+        self,
+        directory: Url,
+        version: str | None = None,
+        *,
+        mode: str = "in-place",
+        keep: int | None = None,
+        force: bool = False,
+    ) -> PullResult | CopyResult:
+        """Bring a directory to a version (``main``'s head by default).
+
+        Parameters
+        ----------
+        mode : {"in-place", "copy"}
+            Write the directory's own files (``receive.pull``), or build the version in a directory of its own inside
+            and let the link ``current`` lead to it (``receive.copying``).
+        keep : int, optional
+            With ``copy``: how many of the versions that were current before are kept, 1 by default.
+        force : bool
+            Also where the directory holds something that no version accounts for.
+        """
+        goal = self._catalog.resolve("main" if version is None else version)
+        if mode == "copy":
+            from dcr_store.receive.copying import pull_copy
+
+            return pull_copy(self._catalog, goal, directory, keep=1 if keep is None else keep, force=force)
+        if mode != "in-place":
+            raise InvalidInputError("unknown mode", key="mode", expected="in-place or copy", found=repr(mode))
+        if keep is not None:
+            raise InvalidInputError("keeps no other versions", key="keep", expected="mode copy", found=repr(mode))
         from dcr_store.receive.pull import pull
 
-        return pull(
-            self._catalog, self._catalog.resolve("main" if version is None else version), directory, force=force
-        )
+        return pull(self._catalog, goal, directory, force=force)
 
     def receiver(
         self,

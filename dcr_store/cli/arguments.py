@@ -72,6 +72,13 @@ def natural(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """Return a decimal number of 0 or more, for argparse's ``type``."""
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, found {text!r}")
+    return int(text)
+
+
 def _store_url(text: str) -> str:
     if text != "-":
         if not text:

@@ -6,10 +6,12 @@ import argparse
 from typing import TYPE_CHECKING
 
 from dcr_store.cli import progress, render
-from dcr_store.cli.arguments import Verbs, add_json, add_store, directory_name, open_store
+from dcr_store.cli.arguments import Verbs, add_json, add_store, directory_name, open_store, whole
 from dcr_store.cli.output import json_to_stdout, to_stdout
+from dcr_store.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from dcr_store.receive.copying import CopyResult
     from dcr_store.receive.pull import PullResult
 
 
@@ -34,10 +36,12 @@ def register(verbs: Verbs) -> None:
 
     parser = verbs.add_parser(
         "pull",
-        help="bring a directory to a version, in place",
+        help="bring a directory to a version, in place or by copy on write",
         description=(
             "Bring a directory to a version, in place, by fetching and writing only what differs. Interrupted "
-            "anywhere, the same command goes on; chunks that are torn or foreign are healed from history."
+            "anywhere, the same command goes on; chunks that are torn or foreign are healed from history. With "
+            "--mode copy DIR holds versions side by side: the new one is built in a directory of its own, shares the "
+            "files that do not change, and then the link DIR/current leads to it."
         ),
     )
     add_store(parser)
@@ -45,9 +49,27 @@ def register(verbs: Verbs) -> None:
         "directory", metavar="DIR", type=directory_name, help="directory of the checkpoint; created if there is none"
     )
     parser.add_argument("--version", metavar="VERSION", help="the version (default: the newest of main)")
+    add_mode(parser)
     _add_force(parser)
     add_json(parser)
     parser.set_defaults(run=pull)
+
+
+def add_mode(parser: argparse.ArgumentParser) -> None:
+    """Add ``--mode`` and ``--keep``."""
+    parser.add_argument(
+        "--mode",
+        metavar="MODE",
+        choices=("in-place", "copy"),
+        default="in-place",
+        help="in-place: write the files of DIR (default); copy: build the version beside the others in DIR",
+    )
+    parser.add_argument(
+        "--keep",
+        metavar="N",
+        type=whole,
+        help="with --mode copy: keep the last N versions that were current before (default: 1)",
+    )
 
 
 def _add_force(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +88,16 @@ def checkout(arguments: argparse.Namespace) -> int:
 
 def pull(arguments: argparse.Namespace) -> int:
     """Bring a directory to a version."""
+    if arguments.keep is not None and arguments.mode != "copy":
+        raise InvalidInputError("--keep is for --mode copy", key="--keep", expected="--mode copy", found=arguments.mode)
     with open_store(arguments) as store, progress.shown():
+        if arguments.mode == "copy":
+            keep = 1 if arguments.keep is None else arguments.keep
+            copied = store.pull(
+                arguments.directory, version=arguments.version, mode="copy", keep=keep, force=arguments.force
+            )
+            _tell_copied(arguments, copied)
+            return 0
         result = store.pull(arguments.directory, version=arguments.version, force=arguments.force)
     _tell(arguments, result)
     return 0
@@ -77,3 +108,10 @@ def _tell(arguments: argparse.Namespace, result: PullResult) -> None:
         json_to_stdout(result.to_json())
     else:
         to_stdout(render.pulled(result, arguments.directory))
+
+
+def _tell_copied(arguments: argparse.Namespace, result: CopyResult) -> None:
+    if arguments.json:
+        json_to_stdout(result.to_json())
+    else:
+        to_stdout(render.copied(result, arguments.directory))

@@ -14,6 +14,7 @@ from dcr_store.cli.output import escape
 if TYPE_CHECKING:
     from dcr_store.history.diff import Diff
     from dcr_store.history.report import VerifyReport
+    from dcr_store.receive.copying import CopyResult
     from dcr_store.receive.pull import PullResult
     from dcr_store.versions.info import VersionDetail, VersionInfo
 
@@ -192,6 +193,17 @@ def pulled(result: PullResult, directory: str) -> str:
         f"{escape(directory)} is at {result.version}{was}, root {result.root[:ROOT_DIGITS]}\n"
         f"  fetched {nbytes(result.nbytes_fetched)}, wrote {some(result.chunks_written, 'chunk')}"
         f" ({count(result.chunks_healed)} healed) in {result.seconds:.1f} s"
+    )
+
+
+def copied(result: CopyResult, directory: str) -> str:
+    """Return what a pull by copy on write did."""
+    was = "" if result.previous is None else f" (was {result.previous})"
+    return (
+        f"{escape(directory)}/current is at {result.version}{was}, root {result.root[:ROOT_DIGITS]}\n"
+        f"  fetched {nbytes(result.nbytes_fetched)}, wrote {some(result.chunks_written, 'chunk')}"
+        f" ({count(result.chunks_healed)} healed) in {result.seconds:.1f} s;"
+        f" shares {some(result.files_linked, 'file')}, took up to {nbytes(result.nbytes_needed)} of disk"
     )
 
 

@@ -29,6 +29,7 @@ from dcr_store.receive.leftovers import STAGE
 from dcr_store.receive.spool import SPOOL
 from dcr_store.receive.structure import Structure
 from dcr_store.targets.checkpoint import open_checkpoint
+from dcr_store.targets.copy_directory import refuse_copies
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
 from dcr_store.targets.marker import Marker, Unreadable, lock, read_marker, write_marker
 from dcr_store.targets.own_directories import refuse_inside_store
@@ -124,7 +125,8 @@ def pull(
     Raises
     ------
     InvalidInputError
-        If the directory holds foreign weights (nothing was changed), cannot be written in place, or is in a store.
+        If the directory holds foreign weights (nothing was changed), holds versions side by side, cannot be written
+        in place, or is in a store.
     ConflictError
         If another process is writing the directory.
     IntegrityError
@@ -138,6 +140,7 @@ def pull(
     try:
         root.mkdir(parents=True, exist_ok=True)
         root = root.resolve()
+        refuse_copies(root)
         structure.refuse_own(root, goal_files)
         is_new = not any(root.iterdir())
         # A receiver's spool may be there before anything is known of the rest.

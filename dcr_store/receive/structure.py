@@ -86,12 +86,12 @@ def settle(root: Path, goal: Structure, old: Iterable[WeightFile]) -> bool:
     """
     wanted = {file.path for file in goal.weights}
     spare = {file.path: file for file in old if file.path not in wanted}
-    spare = {path: file for path, file in spare.items() if _is_own_file(path_inside(root, path))}
+    spare = {path: file for path, file in spare.items() if is_own_file(path_inside(root, path))}
     renames: list[tuple[Path, Path]] = []
     for file in goal.weights:
         place = path_inside(root, file.path)
         if os.path.lexists(place):
-            if not _is_own_file(place):
+            if not is_own_file(place):
                 return False
             found = header_of(place)
             # A header that cannot be read was torn: it is written again, and the bits behind it are judged by digest.
@@ -115,7 +115,7 @@ def settle(root: Path, goal: Structure, old: Iterable[WeightFile]) -> bool:
     return True
 
 
-def _is_own_file(place: Path) -> bool:
+def is_own_file(place: Path) -> bool:
     """Whether a file may be written in place: a regular one with one name."""
     return not place.is_symlink() and place.is_file() and place.stat().st_nlink == 1
 

@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -75,6 +75,8 @@ class DirectoryTarget:
         All files of weights, as in a version's manifest.
     chunk_elements : int
         Elements of a chunk.
+    kept : collection of str
+        Paths of files that are as they shall be: never written, whatever chunk is, and allowed to be links.
 
     Raises
     ------
@@ -95,11 +97,13 @@ class DirectoryTarget:
         layout: Layout,
         files: Iterable[tuple[str, bytes, int]],
         chunk_elements: int,
+        kept: Collection[str] = (),
     ) -> None:
         self.root = existing_directory(directory)
         self.layout = layout
         self.files = tuple(WeightFile(*file) for file in files)
         self.chunk_elements = chunk_elements
+        self._kept = frozenset(index for index, file in enumerate(self.files) if file.path in kept)
         self._places = [path_inside(self.root, file.path) for file in self.files]
         if len(set(self._places)) != len(self._places):
             raise InvalidInputError("two files of weights have the same path", key=str(self.root))
@@ -116,6 +120,7 @@ class DirectoryTarget:
         layout: Layout,
         files: Iterable[tuple[str, bytes, int]],
         chunk_elements: int,
+        kept: Collection[str] = (),
     ) -> Self:
         """Open a directory after making it and the files that are missing: headers, and zeros that take no space.
 
@@ -125,7 +130,7 @@ class DirectoryTarget:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"cannot be made: {error.strerror}", key=str(directory)) from error
-        target = cls(directory, layout, files, chunk_elements)
+        target = cls(directory, layout, files, chunk_elements, kept)
         for index, place in enumerate(target._places):
             if not os.path.lexists(place):
                 target._make(index)
@@ -172,6 +177,8 @@ class DirectoryTarget:
         # The copy that counts comes last: killed between two copies, the chunk still reads as not yet written.
         for space_map in (*self._map.others[space], self._map.first[space]):
             for file, offset, parts in space_map.transfers(start, stop):
+                if file in self._kept:
+                    continue
                 fd = self._writer(file).fileno()
                 write_exactly(fd, offset, [data[first:last] for first, last in parts], str(self._places[file]))
 
@@ -268,7 +275,7 @@ class DirectoryTarget:
             return FileProblem(path, "is missing", f"{nbytes} bytes", "no file")
         except OSError as error:
             raise StorageError(f"cannot be looked at: {error.strerror}", key=str(place)) from error
-        unfit = _unfit(status)
+        unfit = None if index in self._kept and stat.S_ISREG(status.st_mode) else _unfit(status)
         if unfit is not None:
             return FileProblem(path, unfit, "a file of its own", stat.filemode(status.st_mode))
         if status.st_size != nbytes:

@@ -20,12 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from dcr_store import events
 from dcr_store.errors import ConflictError, FormatError, InvalidInputError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.fields import Fields
 from dcr_store.format.paths import OWN_DIRECTORY
-from dcr_store.targets.paths import existing_directory, fsync_directory
+from dcr_store.targets.paths import existing_directory, fsync_directory, replace_file
 
 FORMAT: Final = "dcr-target"
 _LOCK: Final = "lock"
@@ -104,7 +103,7 @@ def _locked(path: Path) -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Somebody may have removed the file while we waited to open it; then ours locks nothing.
-            if _same_file(fd, path):
+            if same_file(fd, path):
                 return fd
         except OSError as error:
             holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
@@ -117,7 +116,8 @@ def _locked(path: Path) -> int:
         os.close(fd)
 
 
-def _same_file(fd: int, path: Path) -> bool:
+def same_file(fd: int, path: Path) -> bool:
+    """Return whether an open file is still the one at `path`."""
     try:
         there = path.stat()
     except FileNotFoundError:
@@ -131,25 +131,9 @@ def write_marker(directory: str | os.PathLike[str], marker: Marker) -> None:
     The caller holds the lock.
     """
     own = _own_directory(directory, make=True)
-    path, temporary = own / _MARKER, own / (_MARKER + ".new")
     data = canonical.seal_body({"format": FORMAT, **asdict(marker)})
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            # Without this a power loss could leave the new name on an empty file.
-            os.fsync(fd)
-        # A crash here leaves the old marker, and a temporary file that the next writer truncates.
-        events.reached("target.marker.stored", marker.state)
-        temporary.replace(path)
-        # A kill here leaves the new marker; a power loss the old or the new one.
-        events.reached("target.marker.renamed", marker.state)
-        fsync_directory(own)
-        fsync_directory(own.parent)
-    except OSError as error:
-        raise StorageError(f"the marker cannot be written: {error.strerror}", key=str(path)) from error
-    events.reached("target.marker.durable", marker.state)
+    fsync_directory(own.parent)  # where `own` may be new
+    replace_file(own / _MARKER, data, "target.marker", marker.state)
 
 
 def read_marker(directory: str | os.PathLike[str]) -> Marker | Unreadable | None:

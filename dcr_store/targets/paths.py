@@ -1,4 +1,4 @@
-"""Paths of a checkpoint's files: checked before use, and kept inside their directory.
+"""Paths of a checkpoint's files: checked before use, and kept inside their directory; files replaced durably.
 
 Refuses paths that format.paths does, and parents that a symbolic link leads out of the directory.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from dcr_store import events
 from dcr_store.errors import InvalidInputError, NotFoundError, StorageError
 from dcr_store.format.paths import path_problem
 
@@ -85,3 +86,35 @@ def fsync_directory(directory: Path) -> None:
             os.close(fd)
     except OSError as error:
         raise StorageError(f"cannot be made durable: {error.strerror}", key=str(directory)) from error
+
+
+def replace_file(path: Path, data: bytes, point: str, detail: str = "") -> None:
+    """Replace a small file, atomically and durably: after any crash it is the old one or the new one, whole.
+
+    Parameters
+    ----------
+    point, detail : str
+        The events ``<point>.stored``, ``.renamed`` and ``.durable`` are told with this detail.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be written.
+    """
+    temporary = path.with_name(path.name + ".new")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            # Without this a power loss could leave the new name on an empty file.
+            os.fsync(fd)
+        # A crash here leaves the old file, and a temporary one that the next writer truncates.
+        events.reached(f"{point}.stored", detail)
+        temporary.replace(path)
+        # A kill here leaves the new file; a power loss the old or the new one.
+        events.reached(f"{point}.renamed", detail)
+    except OSError as error:
+        raise StorageError(f"cannot be written: {error.strerror}", key=str(path)) from error
+    fsync_directory(path.parent)
+    events.reached(f"{point}.durable", detail)

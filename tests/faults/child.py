@@ -109,6 +109,8 @@ def _publish(job: Job) -> dict[str, Any]:
 
 def _pull(job: Job) -> dict[str, Any]:
     with _open(job) as store:
+        if job.get("mode") == "copy":
+            return store.pull(job["directory"], job.get("version"), mode="copy", keep=job.get("keep", 1)).to_json()
         result = store.pull(job["directory"], job.get("version"), force=job.get("force", False))
     return result.to_json()
 

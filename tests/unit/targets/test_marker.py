@@ -216,10 +216,10 @@ def test_the_order_of_writing_a_marker(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "replace", spy_replace)
     write_marker(tmp_path, CLEAN)
     assert steps == [
+        f"fsync {tmp_path.name}",
         "fsync marker.json.new",
         "rename marker.json.new marker.json",
         "fsync .dcr",
-        f"fsync {tmp_path.name}",
     ]
 
 
