@@ -48,8 +48,8 @@ def marker_deleted(target: Path, old: Path, rng: random.Random) -> None:
 
 
 def marker_corrupted(target: Path, old: Path, rng: random.Random) -> None:
-    if (target / MARKER).exists():
-        data = bytearray((target / MARKER).read_bytes())
+    data = bytearray((target / MARKER).read_bytes() if (target / MARKER).exists() else b"")
+    if data:  # an earlier harm may have emptied it
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         (target / MARKER).write_bytes(data)
 
