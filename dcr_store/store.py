@@ -385,48 +385,64 @@ class Store:
         self,
         target: object,
         *,
-        line: str = "main",
+        group: str | None = None,
+        name: str | None = None,
+        line: str | None = None,
         spool: Url | None = None,
-        spool_nbytes: int = 16 << 30,
+        spool_nbytes: int | None = None,
     ) -> Receiver:
-        """Return a receiver, which keeps a target at the newest version of a line and fetches ahead; see ``Receiver``.
+        """Return a receiver, which keeps a target at the newest version and fetches ahead; see ``Receiver``.
 
         Parameters
         ----------
         target : path or Bringer
             A directory of safetensors, in place; or what else can be kept at a version.
-        line : str
-            May have no version yet.
+        group, name : str, optional
+            The group whose decisions it follows, and its name there.
+        line : str, optional
+            By default the group's, or ``main``. May have no version yet.
         spool : path, optional
             Directory for what is fetched before it is needed; by default in the target's directory, or a temporary
             one. Several receivers may share it.
-        spool_nbytes : int
-            The most bytes to keep there.
+        spool_nbytes : int, optional
+            The most bytes to keep there, by default 16 GiB.
 
         Raises
         ------
         InvalidInputError
             If an argument cannot be used.
+        NotFoundError
+            If there is no such group.
         """
         from dcr_store.receive.receiver import open_receiver
 
-        sha256 = self._catalog.store_sha256
         return open_receiver(
-            self._objects, self._document, sha256, target, line=line, spool=spool, spool_nbytes=spool_nbytes
+            self._objects,
+            self._document,
+            self._catalog.store_sha256,
+            target,
+            group=group,
+            name=name,
+            line=line,
+            spool=spool,
+            spool_nbytes=spool_nbytes,
         )
 
     def async_receiver(
         self,
         target: object,
         *,
-        line: str = "main",
+        group: str | None = None,
+        name: str | None = None,
+        line: str | None = None,
         spool: Url | None = None,
-        spool_nbytes: int = 16 << 30,
+        spool_nbytes: int | None = None,
     ) -> AsyncReceiver:
         """Return the asyncio twin of ``receiver``."""
         from dcr_store.receive.aio import AsyncReceiver
 
-        return AsyncReceiver(self.receiver(target, line=line, spool=spool, spool_nbytes=spool_nbytes))
+        receiver = self.receiver(target, group=group, name=name, line=line, spool=spool, spool_nbytes=spool_nbytes)
+        return AsyncReceiver(receiver)
 
     # ------------------------------------------------------------------ groups
 

@@ -6,13 +6,12 @@ Never shows a traceback unless ``DCR_DEBUG`` is set, nor a warning of a library;
 from __future__ import annotations
 
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Final
 
-from dcr_store.cli.output import OutputClosedError, to_stderr
+from dcr_store.cli.output import OutputClosedError, one_line, to_stderr
 from dcr_store.cli.parser import build
 from dcr_store.errors import DcrError
 
@@ -73,11 +72,6 @@ def _run(argv: Sequence[str] | None) -> int:
         # argparse has printed its line, or the help; a caller of main() gets the code like any other.
         return stop.code if isinstance(stop.code, int) else USAGE
     return code
-
-
-def one_line(text: str) -> str:
-    """Return `text` with line breaks, and the white space around them, flattened to single spaces."""
-    return re.sub(r"\s*[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+\s*", " ", text.strip())
 
 
 def _warn(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:

@@ -29,6 +29,11 @@ def escape(text: str) -> str:
     return _escape_unprintable(text).replace("\n", "\\n")
 
 
+def one_line(text: str) -> str:
+    """Return `text` with line breaks, and the white space around them, flattened to single spaces."""
+    return re.sub(r"\s*[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]+\s*", " ", text.strip())
+
+
 def to_stdout(text: str) -> None:
     """Write `text` and a newline; newlines inside are kept, everything else unprintable is escaped."""
     _write(sys.stdout, _escape_unprintable(text) + "\n")

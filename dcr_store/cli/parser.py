@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from dcr_store import __version__
-from dcr_store.cli import checking, demonstrating, grouping, publishing, reading, receiving
+from dcr_store.cli import checking, demonstrating, following, grouping, publishing, reading, receiving
 from dcr_store.cli.arguments import Verbs
 from dcr_store.cli.output import to_stderr, to_stdout
 
@@ -43,6 +43,6 @@ def build() -> Parser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of dcr_store")
     verbs: Verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs", parser_class=Parser)
-    for group in (publishing, reading, receiving, grouping, checking, demonstrating):
+    for group in (publishing, reading, receiving, following, grouping, checking, demonstrating):
         group.register(verbs)
     return parser

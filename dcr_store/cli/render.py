@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dcr_store.history.report import VerifyReport
     from dcr_store.receive.copying import CopyResult
     from dcr_store.receive.pull import PullResult
+    from dcr_store.receive.results import Applied
     from dcr_store.versions.info import VersionDetail, VersionInfo
 
 ROOT_DIGITS: Final = 12
@@ -204,6 +205,19 @@ def copied(result: CopyResult, directory: str) -> str:
         f"  fetched {nbytes(result.nbytes_fetched)}, wrote {some(result.chunks_written, 'chunk')}"
         f" ({count(result.chunks_healed)} healed) in {result.seconds:.1f} s;"
         f" shares {some(result.files_linked, 'file')}, took up to {nbytes(result.nbytes_needed)} of disk"
+    )
+
+
+def applied(result: Applied, directory: str) -> str:
+    """Return what a receiver did."""
+    place = f"{escape(directory)} is at {result.version}"
+    if result.previous == result.version and not result.chunks_written:
+        return f"{place}, root {result.root[:ROOT_DIGITS]}"
+    was = "" if result.previous is None else f" (was {result.previous})"
+    return (
+        f"{place}{was}, root {result.root[:ROOT_DIGITS]}\n"
+        f"  had {nbytes(result.nbytes_spooled)}, fetched {nbytes(result.nbytes_fetched)}, wrote "
+        f"{some(result.chunks_written, 'chunk')} ({count(result.chunks_healed)} healed) in {result.seconds:.1f} s"
     )
 
 

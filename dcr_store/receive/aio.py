@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
 
-from dcr_store.receive.following import OnApplied, OnApplying, OnFailure, OnPrepared
+from dcr_store.receive.following import OnApplied, OnApplying, OnFailure, OnPrepared, OnServing
 from dcr_store.receive.receiver import Receiver
 from dcr_store.receive.results import Active, Applied, Polled, Prepared
 
@@ -45,6 +45,7 @@ class AsyncReceiver:
         on_prepared: OnPrepared | None = None,
         on_applying: OnApplying | None = None,
         on_applied: OnApplied | None = None,
+        on_serving: OnServing | None = None,
         on_failure: OnFailure | None = None,
     ) -> Applied | None:
         """See ``Receiver.follow``. Cancelled, it stops the receiver for good."""
@@ -57,6 +58,7 @@ class AsyncReceiver:
                 on_prepared=on_prepared,
                 on_applying=on_applying,
                 on_applied=on_applied,
+                on_serving=on_serving,
                 on_failure=on_failure,
             )
 

@@ -17,7 +17,7 @@ from dcr_store.errors import DcrError, FencedError, InvalidInputError
 from dcr_store.receive.deciding import Decider, Step
 from dcr_store.receive.keeper import Keeper, StoreReplacedError, brought, same
 from dcr_store.receive.pacing import Blocked, rests, retries
-from dcr_store.receive.results import Applied, Prepared
+from dcr_store.receive.results import Active, Applied, Prepared
 from dcr_store.versions.catalog import Located
 
 CHECK_INTERVAL_S: Final = 30.0
@@ -26,6 +26,7 @@ T = TypeVar("T")
 OnPrepared = Callable[[Prepared], None]
 OnApplying = Callable[[Prepared], None]
 OnApplied = Callable[[Applied], None]
+OnServing = Callable[[Active], None]
 OnFailure = Callable[[DcrError, float], None]
 
 
@@ -36,6 +37,7 @@ class Hooks:
     on_prepared: OnPrepared | None = None
     on_applying: OnApplying | None = None
     on_applied: OnApplied | None = None
+    on_serving: OnServing | None = None
     on_failure: OnFailure | None = None
 
 
@@ -57,10 +59,12 @@ class Follow:
     ) -> None:
         self._keeper, self._decider, self._until, self._once = keeper, decider, until, once
         self._hooks, self._stop = hooks, stop
+        self._at_most = until
         self._rests, self._retries, self._blocked = rests(), retries(), Blocked()
         self._seen: object = None
         self._announced: Located | None = None
         self._told: Located | None = None
+        self._serving: Located | None = None
         self._untold: Applied | None = None
         self._last: Applied | None = None
         self._check_at_s = time.monotonic() + CHECK_INTERVAL_S
@@ -87,7 +91,7 @@ class Follow:
         """Go one step further; return the seconds to wait before the next one, None at the end."""
         self._check_store()
         seen = self._keeper.look(serves=self._decider.serves)
-        step = self._decider.next(self._keeper, self._until)
+        step = self._decider.next(self._keeper, self._at_most)
         self._retries.reset()
         if (self._keeper.length, seen) != self._seen:
             self._seen = self._keeper.length, seen
@@ -95,11 +99,11 @@ class Follow:
         goal = step.goal
         if goal is None:
             return None if self._once else self._rests.next()
-        if self._once and self._until is None and step.may_apply:
-            self._until = goal.row.version  # what comes meanwhile is for another time
+        if self._once and self._at_most is None:
+            self._at_most = goal.row.version  # what comes meanwhile is for another time
         if step.may_apply and same(self._keeper.held, goal):
-            self._arrive(step, goal)
-            return None if self._is_end(goal) else self._rests.next()
+            self._arrive(goal)
+            return None if self._is_end(step, goal) else self._rests.next()
         if self._blocked.holds(goal.name, time.monotonic()):
             return self._rests.next()
         try:
@@ -133,11 +137,11 @@ class Follow:
             self._untold = self._last = self._keeper.bring(goal)
             self._blocked.clear()
         else:
-            self._decider.prepared(step, prepared)
+            self._decider.prepared(goal, prepared)
         self._rests.reset()
         return 0.0
 
-    def _arrive(self, step: Step, goal: Located) -> None:
+    def _arrive(self, goal: Located) -> None:
         """The target holds what it should: say so, once."""
         self._keeper.serve()
         if not same(self._told, goal):
@@ -145,10 +149,16 @@ class Follow:
             told = self._untold
             _call(self._hooks.on_applied, told if told is not None and told.version == goal.name else unchanged)
             self._told, self._untold, self._announced = goal, None, None
-        self._decider.applied(step)
+        self._decider.applied(goal)
+        if self._hooks.on_serving is not None and not same(self._serving, goal) and self._decider.all_applied():
+            self._hooks.on_serving(Active(goal.name, goal.row.root))
+            self._serving = goal
 
-    def _is_end(self, goal: Located) -> bool:
-        return self._once or (self._until is not None and goal.row.version >= self._until)
+    def _is_end(self, step: Step, goal: Located) -> bool:
+        if self._once and step.is_last:
+            return True
+        waits = self._hooks.on_serving is not None and not same(self._serving, goal)
+        return self._until is not None and goal.row.version >= self._until and not waits
 
     def _check_store(self) -> None:
         """Now and then, see whether the store is still the one that was opened: numbers alone do not tell."""

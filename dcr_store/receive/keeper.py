@@ -96,6 +96,11 @@ class Keeper:
         self._served = self.held
         self._tell_active()
 
+    def serve_nothing(self) -> None:
+        """Let the target serve nothing from now on."""
+        self._served = None
+        self._tell_active()
+
     def _tell_active(self) -> None:
         self.active = active_of(self.held) if same(self.held, self._served) else None
 
@@ -168,11 +173,17 @@ class Keeper:
             self._preparation.cancel()
             self._preparation = None
 
-    def prepare(self, goal: Located) -> Prepared:
-        """Prepare `goal`, or bring the target there where nothing certain is known of it; waits."""
+    def prepare(self, goal: Located, *, serves: bool) -> Prepared:
+        """Prepare `goal`, or bring the target there where nothing certain is known of it; waits.
+
+        Parameters
+        ----------
+        serves : bool
+            Whether a target that was brought there may serve it.
+        """
         preparation = self.begin(goal)
         if preparation is None:
-            self.bring(goal, serves=False)
+            self.bring(goal, serves=serves)
             return brought(goal)
         try:
             return preparation.result()

@@ -16,16 +16,18 @@ from tempfile import gettempdir
 from types import TracebackType
 from typing import Self
 
-from dcr_store.errors import ConflictError, InvalidInputError, StorageError
+from dcr_store.errors import ConflictError, FencedError, InvalidInputError, StorageError
 from dcr_store.format.documents import StoreDocument
 from dcr_store.format.names import VersionRef, check_line
+from dcr_store.log.group import GroupLog
 from dcr_store.ports import ObjectStore
 from dcr_store.receive.bringing import Bringer, bringer_of
-from dcr_store.receive.deciding import Alone, Decider
-from dcr_store.receive.following import Follow, Hooks, OnApplied, OnApplying, OnFailure, OnPrepared
-from dcr_store.receive.keeper import Keeper, active_of
+from dcr_store.receive.deciding import Alone, Decider, InGroup
+from dcr_store.receive.following import Follow, Hooks, OnApplied, OnApplying, OnFailure, OnPrepared, OnServing
+from dcr_store.receive.keeper import Keeper, active_of, same
+from dcr_store.receive.member import Member
 from dcr_store.receive.results import Active, Applied, Polled, Prepared
-from dcr_store.receive.spool import Spool
+from dcr_store.receive.spool import SPOOL_NBYTES, Spool
 from dcr_store.targets.own_directories import refuse_inside_store
 from dcr_store.targets.paths import local_path
 from dcr_store.targets.temporary import make_locked
@@ -62,9 +64,16 @@ class Receiver:
             If its log is damaged, or too new.
         """
         with self._used():
-            seen = self._keeper.look(serves=self._decider.serves)
-            head = active_of(self._keeper.head())
-            return Polled(head, seen, self._keeper.active, self._keeper.spool_nbytes())
+            keeper = self._keeper
+            seen = keeper.look(serves=self._decider.serves)
+            step = self._decider.next(keeper, None)
+            goal = step.goal
+            if goal is not None and step.may_apply and same(goal, keeper.held):
+                keeper.serve()
+                self._decider.applied(goal)
+                goal = None
+            wanted, may_apply = (None, False) if goal is None else (goal.name, step.may_apply)
+            return Polled(active_of(keeper.head()), seen, keeper.active, wanted, may_apply, keeper.spool_nbytes())
 
     def prepare(self, version: str) -> Prepared:
         """Have all that is needed to bring the target to `version`, and know what the target holds.
@@ -72,7 +81,8 @@ class Receiver:
         Parameters
         ----------
         version : str
-            A version of the receiver's line: ``main@42``, ``main`` (its newest), or the first digits of a root.
+            A version of the receiver's line: ``main@42``, ``main`` (its newest), or the first digits of a root. If
+            it is the one that the receiver's group proposes, that is acknowledged.
 
         Returns
         -------
@@ -96,17 +106,18 @@ class Receiver:
                     found=goal.line,
                 )
             self._goal = None
-            prepared = self._keeper.prepare(goal)
+            prepared = self._keeper.prepare(goal, serves=self._decider.serves)
             self._goal = goal
+            self._decider.prepared(goal, prepared)
             return prepared
 
     def apply(self) -> Applied:
-        """Bring the target to the version that was prepared last.
+        """Bring the target to the version that was prepared last; in a group, to the one that it promoted last.
 
         Raises
         ------
-        InvalidInputError
-            If none was prepared.
+        InvalidInputError, ConflictError
+            If none was prepared, or promoted.
         IntegrityError
             If verified objects do not give the recorded bits. The target is back at the version before, if that
             was known.
@@ -114,9 +125,10 @@ class Receiver:
             Any other failure; ``apply`` may be called again.
         """
         with self._used():
-            if self._goal is None:
-                raise InvalidInputError("nothing is prepared; call prepare(version) first", key=self.line)
-            return self._keeper.bring(self._goal)
+            goal = self._decider.decided(self._goal)
+            applied = self._keeper.bring(goal)
+            self._decider.applied(goal)
+            return applied
 
     def follow(
         self,
@@ -126,9 +138,10 @@ class Receiver:
         on_prepared: OnPrepared | None = None,
         on_applying: OnApplying | None = None,
         on_applied: OnApplied | None = None,
+        on_serving: OnServing | None = None,
         on_failure: OnFailure | None = None,
     ) -> Applied | None:
-        """Keep the target at the newest version, until told to stop.
+        """Keep the target at the newest version, or at what its group decides, until told to stop.
 
         Failures of the store, of the disk and of single versions are told and tried again, at longer and longer
         intervals; the target stays at the version that it holds, and newer versions are tried at once.
@@ -145,6 +158,8 @@ class Receiver:
             Called with ``Prepared`` just before the target is changed, and with ``Applied`` once it holds the version,
             also if it does so from the start. What a hook raises ends the loop, unless it is a ``DcrError``: then it
             is called again.
+        on_serving : callable, optional
+            Called with ``Active`` once all members of the group have applied the version; at once without a group.
         on_failure : callable, optional
             Called with the error and the seconds until the next try. By default a warning tells.
 
@@ -157,11 +172,13 @@ class Receiver:
         ------
         InvalidInputError
             If the target may not be changed: it holds what is not this store's.
+        FencedError
+            If the group has dropped this receiver; nothing may be served any more.
         IntegrityError
             If the store is another one by now than was opened.
         """
         number = None if until is None else self._number(until)
-        hooks = Hooks(on_prepared, on_applying, on_applied, on_failure)
+        hooks = Hooks(on_prepared, on_applying, on_applied, on_serving, on_failure)
         with self._used():
             return Follow(self._keeper, self._decider, number, once, hooks, self._stop).run()
 
@@ -203,6 +220,9 @@ class Receiver:
             if self._closed:
                 raise InvalidInputError("the receiver is closed; make another one", key=self.line)
             yield
+        except FencedError:
+            self._keeper.serve_nothing()
+            raise
         finally:
             self._lock.release()
 
@@ -221,20 +241,46 @@ def open_receiver(
     store_sha256: str,
     target: object,
     *,
-    line: str,
+    group: str | None,
+    name: str | None,
+    line: str | None,
     spool: str | os.PathLike[str] | None,
-    spool_nbytes: int,
+    spool_nbytes: int | None,
 ) -> Receiver:
     """Make a receiver; see ``Store.receiver``."""
-    check_line(line)
+    if line is not None:
+        check_line(line)
+    if (group is None) != (name is None):
+        raise InvalidInputError(
+            "a receiver in a group has a name", key="group and name", expected="both or none", found=(group, name)
+        )
+    if spool_nbytes is None:
+        spool_nbytes = SPOOL_NBYTES
     if not isinstance(spool_nbytes, int) or isinstance(spool_nbytes, bool) or spool_nbytes < 0:
         raise InvalidInputError(
             "is no number of bytes", key="spool_nbytes", expected="0 or more", found=f"{spool_nbytes!r:.80}"
         )
     bringer = bringer_of(target)
+    if group is not None:
+        line = _line_of(GroupLog(objects, group, store_sha256), line)
     place, release = _spool_place(bringer, spool)
-    keeper = Keeper(objects, document, store_sha256, line, bringer, Spool(place, spool_nbytes))
-    return Receiver(keeper, Alone(), release)
+    keeper = Keeper(objects, document, store_sha256, line or "main", bringer, Spool(place, spool_nbytes))
+    try:
+        decider = Alone() if group is None or name is None else InGroup(Member(keeper.catalog, group, name))
+    except InvalidInputError:
+        keeper.close()
+        release()
+        raise
+    return Receiver(keeper, decider, release)
+
+
+def _line_of(group: GroupLog, line: str | None) -> str:
+    found = group.existing().line
+    if line not in (None, found):
+        raise InvalidInputError(
+            f"group {group.group} follows another line; leave out the line", key="line", expected=found, found=line
+        )
+    return found
 
 
 def _spool_place(bringer: Bringer, given: str | os.PathLike[str] | None) -> tuple[Path, Callable[[], None]]:

@@ -38,6 +38,10 @@ class Polled:
         What is known of the transaction that may become the next version.
     active : Active or None
         What the target holds and may serve.
+    wanted : str or None
+        The version that comes next; None if the target holds it, or has prepared it and waits for the group.
+    may_apply : bool
+        Whether the target may be brought to `wanted`, or only prepare it: in a group, until that has promoted it.
     spool_nbytes : int
         Bytes in the spool, of whatever version.
     """
@@ -45,6 +49,8 @@ class Polled:
     head: Active | None
     open: Seen | None
     active: Active | None
+    wanted: str | None
+    may_apply: bool
     spool_nbytes: int
 
     def to_json(self) -> dict[str, Any]:

@@ -1,0 +1,95 @@
+"""The verb ``follow``: keep a directory at the newest version, or at what a group decides, until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from dcr_store.cli import render
+from dcr_store.cli.arguments import Verbs, add_json, add_store, directory_name, natural, open_store
+from dcr_store.cli.output import json_to_stdout, one_line, to_stderr, to_stdout
+
+if TYPE_CHECKING:
+    from dcr_store.errors import DcrError
+    from dcr_store.receive.receiver import Receiver
+    from dcr_store.receive.results import Applied
+
+
+def register(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "follow",
+        help="keep a directory at the newest version",
+        description=(
+            "Keep a directory at the newest version of a line, in place, or at the version that a group decides. What "
+            "a version that is still being written has stored is fetched already. Failures are told and tried again; "
+            "killed anywhere, the same command goes on. SIGTERM ends it after what it is applying just now."
+        ),
+    )
+    add_store(parser)
+    parser.add_argument(
+        "directory", metavar="DIR", type=directory_name, help="directory of the checkpoint; created if there is none"
+    )
+    parser.add_argument("--group", metavar="G", help="change versions together with the other receivers of this group")
+    parser.add_argument("--name", metavar="R", help="name of this receiver in the group")
+    parser.add_argument("--line", metavar="L", help="line to follow (default: the group's, or main)")
+    parser.add_argument("--until", metavar="VERSION", help="end once the directory holds this version, or a later one")
+    parser.add_argument(
+        "--once", action="store_true", help="end once there is nothing more to do now; fail at the first failure"
+    )
+    parser.add_argument(
+        "--spool",
+        metavar="DIR",
+        type=directory_name,
+        help="where to keep what is fetched ahead (default: in the directory itself); receivers may share it",
+    )
+    parser.add_argument(
+        "--spool-bytes", metavar="N", type=natural, help="the most bytes to keep there (default 16 GiB)"
+    )
+    add_json(parser)
+    parser.set_defaults(run=follow)
+
+
+def follow(arguments: argparse.Namespace) -> int:
+    """Keep a directory at the newest version."""
+
+    def told(applied: Applied) -> None:
+        if arguments.json:
+            json_to_stdout(applied.to_json())
+        else:
+            to_stdout(render.applied(applied, arguments.directory))
+
+    def failed(error: DcrError, wait_s: float) -> None:
+        to_stderr(f"dcr: {one_line(str(error))}; trying again in {wait_s:.1f} s")
+
+    with (
+        open_store(arguments) as store,
+        store.receiver(
+            arguments.directory,
+            group=arguments.group,
+            name=arguments.name,
+            line=arguments.line,
+            spool=arguments.spool,
+            spool_nbytes=arguments.spool_bytes,
+        ) as receiver,
+        _stopped_by_sigterm(receiver),
+    ):
+        receiver.follow(until=arguments.until, once=arguments.once, on_applied=told, on_failure=failed)
+    return 0
+
+
+@contextmanager
+def _stopped_by_sigterm(receiver: Receiver) -> Iterator[None]:
+    """Let SIGTERM stop the receiver in time; elsewhere than in the main thread nothing can be let."""
+    try:
+        before = signal.signal(signal.SIGTERM, lambda *_: receiver.stop())
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
