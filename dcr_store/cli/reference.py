@@ -59,6 +59,10 @@ _DOCUMENTS = {
         "`version`, `root`, `previous` (a version or null), `nbytes_fetched`, `chunks_written`, `chunks_healed`, "
         "`seconds`"
     ),
+    "`follow`": (
+        "one document for each version applied: `version`, `root`, `previous` (a version or null), `nbytes_spooled` "
+        "(bytes that were there already), `nbytes_fetched`, `chunks_written`, `chunks_healed`, `seconds`"
+    ),
     "`group`": (
         "those of a *group*: `group`, `line`, `head`, `active`, `root`, `proposed` (the last four null where there is "
         "none), `lag` (versions), `waits_for` (text), `admission`, `proposing`, `drop_after_s`, `members` (a list "
