@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from dcr_store import __version__
-from dcr_store.cli import checking, demonstrating, following, grouping, publishing, reading, receiving
+from dcr_store.cli import checking, demonstrating, following, grouping, publishing, reading, receiving, relaying
 from dcr_store.cli.arguments import Verbs
 from dcr_store.cli.output import to_stderr, to_stdout
 
@@ -37,12 +37,13 @@ def build() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Bit-exact, delta-compressed, transactional history of policy weights on an object store.",
         epilog=(
-            "STORE is a path, a URL (s3://bucket/prefix), or - for the environment variable DCR_STORE.\n"
+            "STORE is a path, a URL (s3://bucket/prefix, http://host:port of a relay), several URLs of one store\n"
+            "separated by commas, or - for the environment variable DCR_STORE.\n"
             "VERSION is LINE@NUMBER (main@3), LINE (its newest version), or the first digits of a state root."
         ),
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of dcr_store")
     verbs: Verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs", parser_class=Parser)
-    for group in (publishing, reading, receiving, following, grouping, checking, demonstrating):
+    for group in (publishing, reading, receiving, following, grouping, relaying, checking, demonstrating):
         group.register(verbs)
     return parser

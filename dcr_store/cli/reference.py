@@ -17,7 +17,8 @@ Generated from the parser by `python -m dcr_store.cli.reference`; a test keeps i
 
 {description}
 
-- `STORE` is a path, a URL (`s3://bucket/prefix`), or `-` for the environment variable `DCR_STORE`.
+- `STORE` is a path, a URL (`s3://bucket/prefix`, `http://host:port` of a relay), several URLs of one store separated by
+  commas, or `-` for the environment variable `DCR_STORE`.
 - `VERSION` is `LINE@NUMBER` (`main@3`), `LINE` (its newest version), or at least 8 digits of a state root.
 - With `--json` a verb prints one JSON document on standard output, on one line, in ASCII; versions are texts like
   `main@3`, sizes are bytes.

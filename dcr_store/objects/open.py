@@ -1,14 +1,14 @@
 """From a URL to the object store behind it.
 
-Parses with fsspec, but for plain paths, so that a command on them need not import it; refuses every protocol but
-``file``, ``memory`` and ``s3``.
+Parses with fsspec, but for plain paths and relays, so that a command on them need not import it; refuses every protocol
+but ``file``, ``memory``, ``s3``, ``http`` and ``https``. Several URLs of one store are separated by commas.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from dcr_store.ports import ObjectStore
 
 _SCHEME: Final = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*://")
+_NEXT_URL: Final = re.compile(r",(?=(?:https?|s3|file)://)", re.IGNORECASE)
+_RELAYED: Final = ("http://", "https://")
+_FORMS: Final = "a path, file://, memory://, s3://bucket/prefix, or http://host:port of a relay"
 
 
 def open_objects(
@@ -34,11 +37,14 @@ def open_objects(
     Parameters
     ----------
     url : str or os.PathLike
-        A path, ``file://…``, ``memory://name``, or ``s3://bucket/prefix``.
+        A path, ``file://…``, ``memory://name``, ``s3://bucket/prefix``, or ``http://host:port`` (``https://…``) of a
+        relay. Several ways to one store, in order of preference, are separated by commas, each but the first a whole
+        URL: ``http://relay1:8080,http://relay2:8080,s3://bucket/prefix``.
     storage_options : mapping, optional
         For S3, what ``fsspec.filesystem("s3", …)`` takes: key, secret, token, endpoint_url, client_kwargs, profile,
-        anon, …; what is not given comes from the usual AWS environment variables and files. The other protocols
-        take none.
+        anon, …; what is not given comes from the usual AWS environment variables and files. For relays,
+        ``relay_token``, ``relay_token_file`` and ``relay_ca_file`` (see ``HttpObjects``). The other protocols take
+        none. Of several URLs each gets the options of its own protocol.
     retry : RetryPolicy, optional
         How long failing operations are repeated.
 
@@ -53,13 +59,46 @@ def open_objects(
         text = os.fspath(url)
     except TypeError:
         text = None
-    if isinstance(text, str):
-        text = _SCHEME.sub(lambda match: match[0].lower(), text)
     if not isinstance(text, str) or text in ("", "file://", "local://") or "\0" in text:
-        raise InvalidInputError(f"not a store's URL: {url!r}; give a path, file://, memory:// or s3://bucket/prefix")
+        raise InvalidInputError(f"not a store's URL: {url!r}; give {_FORMS}")
     if not (storage_options is None or isinstance(storage_options, Mapping)):
         found = type(storage_options).__name__  # not what it holds: that may be a secret
         raise InvalidInputError("are no options", key="storage_options", expected="a mapping", found=found)
+    urls = _NEXT_URL.split(text)
+    if len(urls) == 1:
+        return _open_one(text, storage_options, retry)
+    from dcr_store.objects.fallback import FallbackObjects
+
+    return FallbackObjects(open_members(urls, storage_options), retry)
+
+
+def open_members(urls: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> list[ObjectStore]:
+    """Return the object stores at several URLs of one store, each of which gives up soon, for ``FallbackObjects``."""
+    from dcr_store.objects.fallback import MEMBER_POLICY
+
+    options = dict(storage_options or {})
+    for_relays = {name: options.pop(name) for name in list(options) if name.startswith("relay_")}
+    takers: dict[str, dict[str, Any]] = {"http://": for_relays, "https://": for_relays, "s3://": options}
+    members, taken = [], []
+    for url in [one for several in urls for one in _NEXT_URL.split(several)]:
+        scheme = _SCHEME.match(url)
+        own = takers.get(scheme[0].lower()) if scheme else None
+        taken.append(own)
+        members.append(_open_one(url, own, MEMBER_POLICY, is_member=True))
+    for own in (for_relays, options):
+        if own and not any(own is other for other in taken):
+            raise InvalidInputError(f"none of {', '.join(urls)} takes the storage options {sorted(own)}")
+    return members
+
+
+def _open_one(
+    text: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy | None, *, is_member: bool = False
+) -> ObjectStore:
+    text = _SCHEME.sub(lambda match: match[0].lower(), text)
+    if text.startswith(_RELAYED):
+        from dcr_store.objects.http import MEMBER_TIMEOUTS_S, TIMEOUTS_S, HttpObjects
+
+        return HttpObjects(text, storage_options, retry, MEMBER_TIMEOUTS_S if is_member else TIMEOUTS_S)
     if ":" not in text and not text.startswith("~") and not storage_options:
         return LocalObjects(str(Path(text).absolute()), retry)
     from fsspec.core import split_protocol
@@ -76,8 +115,7 @@ def open_objects(
         return S3Objects(text, storage_options, retry)
     if protocol not in (None, "file", "local", "memory"):
         raise InvalidInputError(
-            f"cannot keep a store at {text!r}: protocol {protocol!r} has no atomic put-if-absent here; "
-            "use a path, file://, memory:// or s3://"
+            f"cannot keep a store at {text!r}: protocol {protocol!r} has no atomic put-if-absent here; use {_FORMS}"
         )
     if storage_options:
         raise InvalidInputError(f"{text!r} takes no storage options, but {sorted(storage_options)} were given")

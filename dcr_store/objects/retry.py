@@ -58,6 +58,11 @@ class TransientError(Exception):
         self.sent = sent
 
 
+def is_transient(error: StorageError) -> bool:
+    """Return whether `error` ended a series of tries of which the next might have succeeded."""
+    return isinstance(error.__cause__, TransientError)
+
+
 class Backoff:
     """The waits of one operation. Not shared between threads.
 

@@ -4,6 +4,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from relays import RelayThread
 from servers import FaultProxy, RcloneS3
 
 from dcr_store.objects.open import open_objects
@@ -50,18 +51,29 @@ def behind_proxy(seaweed: SeaweedS3, proxy: FaultProxy, session: Any) -> Callabl
     return open_
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
-def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], ObjectStore]:
+@pytest.fixture(params=["memory", "file", "s3", "relay-file", "relay-s3"])
+def opener(
+    request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], ObjectStore]]:
     """Open the same empty store, each time anew."""
-    if request.param == "memory":
-        name = secrets.token_hex(8)
-        return lambda: open_objects(f"memory://{name}/store")
-    if request.param == "file":
-        return lambda: open_objects(tmp_path / "store")
-    seaweed: SeaweedS3 = request.getfixturevalue("seaweed")
-    url = seaweed.new_url()
-    options = {**seaweed.storage_options, "session": request.getfixturevalue("session")}
-    return lambda: open_objects(url, options)
+    kind = request.param
+    url, options = f"memory://{secrets.token_hex(8)}/store", None
+    if kind.endswith("file"):
+        url = str(tmp_path / "store")
+    if kind.endswith("s3"):
+        seaweed: SeaweedS3 = request.getfixturevalue("seaweed")
+        url, options = seaweed.new_url(), {**seaweed.storage_options, "session": request.getfixturevalue("session")}
+    if kind.startswith("relay"):
+        with RelayThread(open_objects(url, options), tmp_path_factory.mktemp("cache")) as relay:
+            yield lambda: open_objects(relay.url)
+    else:
+        yield lambda: open_objects(url, options)
+
+
+@pytest.fixture
+def on_s3(request: pytest.FixtureRequest) -> bool:
+    """Whether the store is on SeaweedFS in the end."""
+    return str(request.node.callspec.params["opener"]).endswith("s3")
 
 
 @pytest.fixture

@@ -1,0 +1,105 @@
+"""The verb that serves a store to others: ``relay``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Final
+
+from dcr_store.cli.arguments import Verbs, add_storage_options, directory_name
+from dcr_store.cli.output import to_stderr, to_stdout
+from dcr_store.errors import StorageError
+
+_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/\s]+)):([0-9]{1,5})")
+_NBYTES: Final = re.compile(r"([0-9]{1,18})(|[KMGT]iB)")
+_UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def register(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "relay",
+        help="serve a store over HTTP to many readers",
+        description=(
+            "Serve a store over HTTP: many readers ask the relay, the relay asks its upstream once, keeps what it got, "
+            "and passes on what is just arriving. Readers name it as http://HOST:PORT; another relay may, too. Runs "
+            "until SIGTERM. Needs dcr-store[relay]; see docs/relay.md."
+        ),
+    )
+    parser.add_argument(
+        "--upstream",
+        metavar="STORE",
+        action="append",
+        required=True,
+        help="the store, or another relay (repeatable: ways to the same store, the first that works is used)",
+    )
+    parser.add_argument(
+        "--listen", metavar="HOST:PORT", type=_address, required=True, help="where to listen; port 0 takes a free one"
+    )
+    parser.add_argument("--cache", metavar="DIR", type=directory_name, required=True, help="directory of the cache")
+    parser.add_argument(
+        "--max-bytes", metavar="N", type=_nbytes, required=True, help="how much the cache keeps, e.g. 200GiB"
+    )
+    parser.add_argument(
+        "--access",
+        metavar="ACCESS",
+        choices=("members", "publish", "all"),
+        default="members",
+        help=(
+            "which writes are passed on: members (default; acknowledgements and decisions of groups), publish (new "
+            "versions too), all (deletes too, as creating a store needs)"
+        ),
+    )
+    parser.add_argument("--token-file", metavar="FILE", help="file with the secret that readers must show")
+    parser.add_argument("--tls-cert", metavar="FILE", help="certificate (PEM); with --tls-key: serve https")
+    parser.add_argument("--tls-key", metavar="FILE", help="its private key (PEM)")
+    add_storage_options(parser)
+    parser.set_defaults(run=relay)
+
+
+def _address(text: str) -> tuple[str, int]:
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match[3]) > 65535:
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, found {text!r}")
+    return match[1] or match[2], int(match[3])
+
+
+def _nbytes(text: str) -> int:
+    match = _NBYTES.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected a number of bytes, as 1000000 or 200GiB, found {text!r}")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def relay(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop."""
+    from dcr_store.objects.http_options import read_token
+    from dcr_store.objects.open import open_members
+
+    try:
+        from dcr_store.relay.serving import Settings, run
+    except ImportError as error:
+        raise StorageError('a relay needs the extra relay, which is not here: pip install "aiohttp>=3.10"') from error
+    host, port = arguments.listen
+    if (arguments.tls_cert is None) != (arguments.tls_key is None):
+        to_stderr("dcr: --tls-cert and --tls-key go together; see: dcr relay --help")
+        return 2
+    settings = Settings(
+        host,
+        port,
+        arguments.cache,
+        arguments.max_bytes,
+        arguments.access,
+        None if arguments.token_file is None else read_token(arguments.token_file),
+        arguments.tls_cert,
+        arguments.tls_key,
+    )
+    upstreams = open_members(arguments.upstream, arguments.storage_options)
+    if settings.token is None and host not in ("127.0.0.1", "::1", "localhost"):
+        to_stderr("dcr: warning: everybody who can reach this relay can read the store; see --token-file")
+
+    def started(url: str) -> None:
+        to_stdout(f"{url} serves {', '.join(upstream.url for upstream in upstreams)}")
+
+    run(settings, upstreams, started, lambda message: to_stderr(f"dcr: {message}"))
+    return 0

@@ -1,0 +1,423 @@
+"""The relay's requests and answers (docs/spec/relay.md): what aiohttp's server calls for each of them.
+
+Decides from the request alone what may be done, then asks the cache, the transfers and answers under way, or upstream.
+Refuses what is no key before any I/O, writes that its access does not include, and bodies that are too long. Shows no
+token to anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import hmac
+import json
+import re
+import urllib.parse
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO, Final
+
+from aiohttp import web
+
+from dcr_store.errors import (
+    DcrError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    OutcomeUnknownError,
+    StorageError,
+)
+from dcr_store.objects.fallback import FallbackObjects
+from dcr_store.objects.keys import check_key, check_prefix
+from dcr_store.objects.retry import is_transient
+from dcr_store.relay import rules
+from dcr_store.relay.answers import Answers, Value
+from dcr_store.relay.cache import Cache
+from dcr_store.relay.flights import Flight, Flights
+
+N_TRANSFERS: Final = 32
+N_QUESTIONS: Final = 32
+N_WRITES: Final = 32
+BODIES_NBYTES: Final = 2 << 30  # of all bodies held at a time
+FILE_NBYTES: Final = 1 << 20
+_OBJECTS: Final = "/v1/objects/"
+_RANGE: Final = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_HEADERS: Final = {"Dcr-Relay": "1"}
+
+
+class _RefusedError(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, status: int, kind: str, message: str, facts: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.message, self.facts = status, kind, message, facts or {}
+
+
+class Relay:
+    """What stands behind the server. Used in one event loop.
+
+    Parameters
+    ----------
+    upstream : FallbackObjects
+    cache : Cache
+    access : {"members", "publish", "all"}
+        What is passed on.
+    token : str, optional
+        The shared secret.
+    tell : callable
+        Called with a sentence for what the operator should know.
+    """
+
+    def __init__(
+        self,
+        upstream: FallbackObjects,
+        cache: Cache,
+        *,
+        access: str = rules.MEMBERS,
+        token: str | None = None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._upstream, self._cache, self._access, self._tell = upstream, cache, access, tell
+        self._token = None if token is None else token.encode()
+        # Apart, so that the end of a log is told while all transfers are busy.
+        self._pools = [
+            ThreadPoolExecutor(n, thread_name_prefix=f"dcr-relay-{name}")
+            for name, n in (("transfer", N_TRANSFERS), ("question", N_QUESTIONS), ("write", N_WRITES), ("disk", 4))
+        ]
+        transfers, questions, self._writes, self._disk = self._pools
+        self._flights = Flights(cache, lambda key, sha256, past: upstream.stream(key, sha256, past=past), transfers)
+        self._answers = Answers(questions)
+        self._bodies_nbytes = 0
+        self._counts = {"requests": 0, "refused": 0, "served_nbytes": 0, "from_cache": 0}
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        self._counts["requests"] += 1
+        try:
+            return await self._answer(request)
+        except _RefusedError as refused:
+            found = refused
+        except DcrError as error:
+            found = _refusal(error)
+        except ConnectionError:
+            return web.Response()  # to nobody: the client has left, or was cut off
+        except Exception as error:
+            self._tell(f"unexpected {type(error).__name__}: {error}; please report it")
+            found = _RefusedError(500, "storage", "the relay failed")
+        self._counts["refused"] += 1
+        body = {"error": found.kind, "message": found.message, **found.facts}
+        headers = {**_HEADERS, "Dcr-Error": found.kind}
+        if found.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return web.Response(
+            status=found.status, headers=headers, body=json.dumps(body).encode(), content_type="application/json"
+        )
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._check_token(request)
+        path, _, query = request.raw_path.partition("?")
+        if path.startswith(_OBJECTS):
+            key = _decoded(path.removeprefix(_OBJECTS))
+            check_key(key)
+            if request.method == "GET":
+                return await self._get(request, key)
+            if request.method == "HEAD":
+                return await self._head(request, key)
+            if request.method == "PUT":
+                return await self._put(request, key)
+            if request.method == "DELETE":
+                return await self._delete(key)
+        elif request.method == "GET" and path in ("/v1/list", "/v1/names"):
+            return await self._list(request, path.removeprefix("/v1/"), _prefix(query))
+        elif request.method == "GET" and path == "/v1/status":
+            return _json(self.status())
+        raise _RefusedError(400, "invalid-input", f"there is no {request.method} of this path; see docs/spec/relay.md")
+
+    def _check_token(self, request: web.BaseRequest) -> None:
+        if self._token is None:
+            return
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme != "Bearer" or not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token):
+            raise _RefusedError(401, "token", "the token is missing or wrong")
+
+    # ------------------------------------------------------------------ reading
+
+    async def _get(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        sha256 = request.headers.get("Dcr-Sha256")
+        if sha256 is not None and not _SHA256.fullmatch(sha256):
+            raise _RefusedError(400, "invalid-input", "Dcr-Sha256 is no SHA-256: 64 lower-case hex digits")
+        past = "no-cache" in request.headers.get("Cache-Control", "")
+        start, stop = _range(request)
+        if sha256 is None:
+            if past:
+                self._upstream.doubt(1.0)
+            if (start, stop) == (0, None):
+                value = await self._answers.give(
+                    ("get", key), lambda: self._read(key, 0, None), is_final=rules.is_final(key), past=past
+                )
+                return self._sent(_found(value))
+            return await self._get_range(key, start, stop, past)
+        if flight := self._flights.find(key, sha256):
+            return await self._pass_on(request, flight, start, stop)
+        file = await self._run(self._disk, lambda: self._cache.open(key, sha256, doubted=past))
+        if file is not None:
+            with file:
+                return await self._send_file(request, file, start, stop)
+        if (start, stop) != (0, None):
+            return await self._get_range(key, start, stop, past)
+        # Looked for again: somebody may have begun it while the disk was asked.
+        flight = self._flights.find(key, sha256) or self._flights.begin(key, sha256, past=past)
+        return await self._pass_on(request, flight, start, stop)
+
+    async def _get_range(self, key: str, start: int, stop: int | None, past: bool) -> web.StreamResponse:
+        name = ("range", key, str(start), str(stop))
+        value = _found(await self._answers.give(name, lambda: self._read(key, start, stop), past=past))
+        return self._sent(value, start)
+
+    def _read(self, key: str, start: int, stop: int | None) -> Value:
+        try:
+            return self._upstream.get(key, start, stop)
+        except NotFoundError:
+            return None
+
+    def _sent(self, value: bytes, start: int | None = None) -> web.StreamResponse:
+        self._counts["served_nbytes"] += len(value)
+        if start is None:
+            return web.Response(headers=_HEADERS, body=value)
+        return web.Response(status=206, headers={**_HEADERS, **_content_range(start, len(value))}, body=value)
+
+    async def _send_file(
+        self, request: web.BaseRequest, file: BinaryIO, start: int, stop: int | None
+    ) -> web.StreamResponse:
+        nbytes = file.seek(0, 2)
+        whole = (start, stop) == (0, None)
+        end = nbytes if stop is None else min(stop, nbytes)
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Length": str(max(0, end - start))})
+        if not whole:
+            response.headers.update(_content_range(start, end - start))
+            response.set_status(206)
+        self._counts["from_cache"] += 1
+        file.seek(start)
+        await response.prepare(request)
+        while start < end:
+            piece = await self._run(self._disk, functools.partial(file.read, min(FILE_NBYTES, end - start)))
+            if not piece:
+                raise _cut(request)
+            await response.write(piece)
+            start += len(piece)
+            self._counts["served_nbytes"] += len(piece)
+        await response.write_eof()
+        return response
+
+    async def _pass_on(
+        self, request: web.BaseRequest, flight: Flight, start: int, stop: int | None
+    ) -> web.StreamResponse:
+        """Send what has arrived, then the rest as it arrives; end only if the whole has proved right."""
+        flight.join()
+        try:
+            if (start, stop) != (0, None):
+                while await flight.beyond(flight.nbytes):
+                    pass
+                _raise(flight)
+                end = flight.nbytes if stop is None else min(stop, flight.nbytes)
+                pieces = []
+                while start < end:
+                    pieces.append(flight.read(start)[: end - start])
+                    start += len(pieces[-1])
+                value = b"".join(pieces)
+                return self._sent(value, end - len(value))
+            position = 0
+            if not await flight.beyond(0):
+                _raise(flight)
+            response = web.StreamResponse(headers=_HEADERS)
+            if flight.is_done and flight.error is None:
+                response.content_length = flight.nbytes
+            else:
+                response.enable_chunked_encoding()
+            await response.prepare(request)
+            while await flight.beyond(position):
+                piece = flight.read(position)
+                await response.write(piece)
+                position += len(piece)
+                self._counts["served_nbytes"] += len(piece)
+            if flight.error is not None:
+                raise _cut(request)
+            await response.write_eof()
+            return response
+        finally:
+            flight.leave()
+
+    async def _head(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        past = "no-cache" in request.headers.get("Cache-Control", "")
+
+        def ask() -> Value:
+            nbytes = self._upstream.size(key)
+            return None if nbytes is None else str(nbytes).encode()
+
+        nbytes = _found(await self._answers.give(("size", key), ask, past=past))
+        return web.Response(headers={**_HEADERS, "Content-Length": nbytes.decode()})
+
+    async def _list(self, request: web.BaseRequest, kind: str, prefix: str) -> web.StreamResponse:
+        past = "no-cache" in request.headers.get("Cache-Control", "")
+
+        def ask() -> Value:
+            if kind == "list":
+                return json.dumps({"keys": self._upstream.list(prefix)}).encode()
+            return json.dumps({"names": list(self._upstream.list_names(prefix))}).encode()
+
+        found = _found(await self._answers.give((kind, prefix), ask, past=past))
+        return web.Response(headers=_HEADERS, body=found, content_type="application/json")
+
+    # ------------------------------------------------------------------ writing
+
+    async def _put(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        condition = request.headers.get("If-None-Match")
+        if condition not in (None, "*"):
+            raise _RefusedError(400, "invalid-input", "If-None-Match can only be *")
+        allowed = rules.may_overwrite if condition is None else rules.may_create
+        if not allowed(self._access, key):
+            raise _forbidden(self._access, key)
+        nbytes = request.content_length
+        if nbytes is None or request.headers.get("Content-Encoding"):
+            raise _RefusedError(400, "invalid-input", "a put needs Content-Length, and takes no Content-Encoding")
+        longest = rules.longest_body_nbytes(self._access)
+        if nbytes > longest:
+            raise _RefusedError(413, "too-large", f"the body has {nbytes} bytes, and this relay takes up to {longest}")
+        if self._bodies_nbytes + nbytes > BODIES_NBYTES:
+            raise _RefusedError(503, "busy", "the relay holds as many bodies as it can; repeat")
+        self._bodies_nbytes += nbytes
+        try:
+            body = bytearray()
+            async for piece in request.content.iter_any():
+                body += piece
+            if hashlib.sha256(body).hexdigest() != request.headers.get("Dcr-Sha256"):
+                raise _RefusedError(400, "digest", "the body is not the one that Dcr-Sha256 speaks of; nothing was put")
+            if condition is None:
+                await self._write(key, lambda: self._upstream.put(key, body))
+                return web.Response(status=200, headers=_HEADERS)
+            if await self._write(key, lambda: self._upstream.put_if_absent(key, body)):
+                return web.Response(status=201, headers=_HEADERS)
+            raise _RefusedError(412, "occupied", "the key holds something else")
+        finally:
+            self._bodies_nbytes -= nbytes
+
+    async def _delete(self, key: str) -> web.StreamResponse:
+        if not rules.may_delete(self._access):
+            raise _forbidden(self._access, key)
+        await self._write(key, lambda: self._upstream.delete(key))
+        await self._run(self._disk, lambda: self._cache.drop_key(key))
+        return web.Response(status=204, headers=_HEADERS)
+
+    async def _write(self, key: str, write: Callable[[], Any]) -> Any:
+        async def written() -> Any:
+            try:
+                return await self._run(self._writes, write)
+            finally:
+                self._answers.forget(key)  # also where the outcome is unknown
+
+        # The write goes on if the client leaves: what it has done must be forgotten all the same.
+        task = asyncio.ensure_future(written())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
+
+    async def _run(self, pool: ThreadPoolExecutor, call: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
+
+    # ------------------------------------------------------------------ end
+
+    def status(self) -> dict[str, Any]:
+        """Return what ``/v1/status`` tells."""
+        return {
+            "upstream": [member.url for member in self._upstream.members],
+            "access": self._access,
+            "cached_objects": len(self._cache),
+            "cached_nbytes": self._cache.nbytes,
+            "transfers": self._flights.n_begun,
+            "transferred_nbytes": self._flights.nbytes,
+            "questions": self._answers.n_asked,
+            **self._counts,
+        }
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._flights.close()
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _decoded(text: str) -> str:
+    try:
+        return urllib.parse.unquote_to_bytes(text).decode("utf-8", "strict")
+    except UnicodeDecodeError as error:
+        raise _RefusedError(400, "invalid-input", "the key is not UTF-8") from error
+
+
+def _prefix(query: str) -> str:
+    name, equals, value = query.partition("=")
+    if name != "prefix" or not equals or "&" in value:
+        raise _RefusedError(400, "invalid-input", "a listing needs ?prefix=… and nothing else")
+    prefix = _decoded(value)
+    check_prefix(prefix)
+    return prefix
+
+
+def _range(request: web.BaseRequest) -> tuple[int, int | None]:
+    text = request.headers.get("Range")
+    if text is None:
+        return 0, None
+    match = _RANGE.fullmatch(text)
+    if match is None or (match[2] and int(match[2]) < int(match[1])):
+        raise _RefusedError(400, "invalid-input", "Range can only be bytes=A-B or bytes=A-")
+    return int(match[1]), int(match[2]) + 1 if match[2] else None
+
+
+def _content_range(start: int, nbytes: int) -> dict[str, str]:
+    if nbytes <= 0:
+        raise _RefusedError(416, "range", "the range begins at or after the end of the object")
+    return {"Content-Range": f"bytes {start}-{start + nbytes - 1}/*"}
+
+
+def _found(value: Value) -> bytes:
+    if value is None:
+        raise _RefusedError(404, "not-found", "no such object")
+    return value
+
+
+def _json(document: dict[str, Any]) -> web.Response:
+    return web.Response(headers=_HEADERS, body=json.dumps(document).encode(), content_type="application/json")
+
+
+def _raise(flight: Flight) -> None:
+    if flight.error is not None:
+        raise flight.error
+
+
+def _cut(request: web.BaseRequest) -> Exception:
+    """Break the connection off, so that the client cannot take what it has for the whole."""
+    if request.transport is not None:
+        request.transport.abort()
+    return ConnectionResetError("the transfer failed")
+
+
+def _forbidden(access: str, key: str) -> _RefusedError:
+    return _RefusedError(403, "forbidden", f"this relay passes no such write on: its access is {access}", {"key": key})
+
+
+def _refusal(error: DcrError) -> _RefusedError:
+    """Return the answer that stands for an error of ours, or of upstream."""
+    facts = {"key": error.key, "expected": error.expected, "found": error.found}
+    known = {name: str(value) for name, value in facts.items() if value is not None}
+    text = str(error.args[0])
+    if isinstance(error, InvalidInputError):
+        return _RefusedError(400, "invalid-input", text, known)
+    if isinstance(error, NotFoundError):
+        return _RefusedError(404, "not-found", text, known)
+    if isinstance(error, OutcomeUnknownError):
+        return _RefusedError(504, "outcome-unknown", text, known)
+    if isinstance(error, IntegrityError):
+        return _RefusedError(502, "integrity", text, known)
+    if isinstance(error, StorageError) and is_transient(error):
+        return _RefusedError(503, "busy", text, known)
+    return _RefusedError(500, "storage", text, known)

@@ -1,0 +1,486 @@
+"""Relays as a whole: one fetch for many, cut-through, kills, restarts, wrong bytes, trees, a store through two."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from relays import RelayProcess, RelayThread
+from servers import SeaweedS3, free_ports
+from states import series, tree, write_hf
+from watched import Watched
+
+import dcr_store
+from dcr_store.errors import IntegrityError, NotFoundError, StorageError
+from dcr_store.objects.http import HttpObjects
+from dcr_store.objects.open import open_objects
+from dcr_store.objects.retry import RetryPolicy
+from dcr_store.ports import ObjectStore
+
+IMPATIENT = RetryPolicy(deadline_s=0.5, unreachable_s=0.5, first_delay_s=0.02, longest_delay_s=0.2)
+MIB = 1 << 20
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def upstream() -> Watched:
+    return Watched(open_objects(f"memory://{secrets.token_hex(8)}"))
+
+
+@pytest.fixture
+def relay(upstream: Watched, tmp_path: Path) -> Iterator[RelayThread]:
+    with RelayThread(upstream, tmp_path / "cache", policy=IMPATIENT) as relay:
+        yield relay
+
+
+class Slow(Watched):
+    """Gives ranges of an object one after the other, as the test lets it."""
+
+    is_local = True
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self.permits = threading.Semaphore(0)
+
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, sha256: str | None = None) -> bytes:
+        if sha256 is not None:
+            assert self.permits.acquire(timeout=30)
+        return super().get(key, start, stop, sha256=sha256)
+
+
+# ---------------------------------------------------------------------- one for all
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_hundred_readers_at_once_cost_one_fetch(relay: RelayThread, upstream: Watched, known: bool) -> None:
+    data = secrets.token_bytes(MIB)
+    upstream.put("a", data)
+    upstream.before = lambda method, key: time.sleep(0.15)
+    objects = open_objects(relay.url)
+    start = threading.Barrier(100)
+
+    def read(_: int) -> bytes:
+        start.wait()
+        return objects.get("a", sha256=sha256(data) if known else None)
+
+    with ThreadPoolExecutor(100) as pool:
+        assert set(pool.map(read, range(100))) == {data}
+    # Without the SHA-256 an answer is good for 0.2 s only; a hundred readers take longer to start on a slow machine.
+    assert upstream.count("get") == 1 if known else upstream.count("get") <= 4
+
+
+def test_bytes_are_passed_on_before_all_of_them_are_there(tmp_path: Path) -> None:
+    """Through three relays, while upstream has still to send the last part."""
+    slow = Slow(open_objects(f"memory://{secrets.token_hex(8)}"))
+    data = secrets.token_bytes(9 * MIB)  # ranges of 4, 4 and 1 MiB
+    slow.put("a", data)
+    with ExitStack() as stack:
+        top = stack.enter_context(RelayThread(slow, tmp_path / "0"))
+        middle = stack.enter_context(RelayThread(top.url, tmp_path / "1"))
+        bottom = stack.enter_context(RelayThread(middle.url, tmp_path / "2"))
+        pieces = HttpObjects(bottom.url).blocks("a", sha256(data))
+        slow.permits.release()
+        got = b""
+        while len(got) < 4 * MIB:
+            got += next(pieces)
+        assert slow.count("get") <= 2  # the second range is waiting for its permit
+        assert got == data[: len(got)]
+        late = open_objects(bottom.url)  # who comes in the middle is given all of it
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(late.get, "a", sha256=sha256(data))
+            slow.permits.release(2)
+            assert got + b"".join(pieces) == data
+            assert reading.result() == data
+        assert slow.count("get") == 3
+
+
+def test_a_tree_fetches_one_copy(tmp_path: Path, upstream: Watched) -> None:
+    """Three levels, thirty-two readers, each with everything: 1.05 copies leave the upstream at most."""
+    contents = {f"versions/{i}": secrets.token_bytes(200_000 + i) for i in range(8)}
+    for key, data in contents.items():
+        upstream.put(key, data)
+    with ExitStack() as stack:
+        levels: list[list[RelayThread]] = []
+        for n in (1, 2, 4):
+            above = [relay.url for relay in levels[-1]] if levels else []
+            ups = [above[i // 2] if above else upstream for i in range(n)]
+            directories = [tmp_path / f"{n}-{i}" for i in range(n)]
+            pairs = zip(ups, directories, strict=True)
+            levels.append([stack.enter_context(RelayThread(up, directory)) for up, directory in pairs])
+
+        def read(i: int) -> bool:
+            objects = open_objects(levels[-1][i % 4].url)
+            return all(objects.get(key, sha256=sha256(data)) == data for key, data in contents.items())
+
+        with ThreadPoolExecutor(32) as pool:
+            assert all(pool.map(read, range(32)))
+        left = levels[0][0].status()["transferred_nbytes"]
+        assert left <= 1.05 * sum(map(len, contents.values()))
+        assert upstream.count("get") == len(contents)
+        assert sum(relay.status()["served_nbytes"] for relay in levels[-1]) == 32 * sum(map(len, contents.values()))
+
+
+# ---------------------------------------------------------------------- what is kept
+
+
+def test_ranges_are_those_of_a_slice_from_disk_too(relay: RelayThread, upstream: Watched) -> None:
+    data = secrets.token_bytes(3 * MIB)
+    upstream.put("a", data)
+    objects = open_objects(relay.url)
+    ranges = [(0, 5), (5, 100_000), (MIB, None), (3 * MIB - 1, 3 * MIB + 5), (3 * MIB, None), (5 * MIB, 6 * MIB)]
+    for start, stop in ranges:
+        assert objects.get("a", start, stop, sha256=sha256(data)) == data[start:stop]
+    before = upstream.count("get")
+    assert objects.get("a", sha256=sha256(data)) == data
+    for start, stop in ranges:
+        assert objects.get("a", start, stop, sha256=sha256(data)) == data[start:stop]
+    assert upstream.count("get") == before + 1
+
+
+def test_the_cache_outlives_restarts_and_kills(tmp_path: Path, upstream: Watched) -> None:
+    store = open_objects(tmp_path / "store")
+    data = secrets.token_bytes(2 * MIB)
+    for key in ("a", "b"):
+        store.put(key, data + key.encode())
+    with RelayProcess(str(tmp_path / "store"), directory=tmp_path / "cache") as relay:
+        for key in ("a", "b"):
+            assert open_objects(relay.url).get(key, sha256=sha256(data + key.encode()))
+        relay.kill()
+    # Torn by a power loss: the name was there before the bytes.
+    (torn,) = (tmp_path / "cache" / "objects").glob(f"*/{sha256(data + b'b')}-*")
+    torn.write_bytes(bytes(torn.stat().st_size))
+    (tmp_path / "cache" / "arriving" / "half").write_bytes(b"half")
+    with RelayProcess(str(tmp_path / "store"), directory=tmp_path / "cache") as relay:
+        assert list((tmp_path / "cache" / "arriving").iterdir()) == []
+        objects = open_objects(relay.url)
+        for key in ("a", "b"):
+            assert objects.get(key, sha256=sha256(data + key.encode())) == data + key.encode()
+        assert relay.status()["transferred_nbytes"] == len(data) + 1
+        status, told = relay.stop()
+        assert (status, told) == (0, "")
+
+
+def test_the_least_recently_used_go_first(tmp_path: Path, upstream: Watched) -> None:
+    contents = {f"a{i}": bytes([i]) * 1000 for i in range(6)}
+    for key, data in contents.items():
+        upstream.put(key, data)
+    with RelayThread(upstream, tmp_path / "cache", max_nbytes=3500) as relay:
+        objects = open_objects(relay.url)
+
+        def fetched(*keys: str) -> list[str]:
+            before = len(upstream.requests)
+            for key in keys:
+                assert objects.get(key, sha256=sha256(contents[key])) == contents[key]
+            return [key for _, key in upstream.requests[before:]]
+
+        assert fetched("a0", "a1", "a2", "a0") == ["a0", "a1", "a2"]
+        assert fetched("a3", "a0", "a2", "a3") == ["a3"]
+        assert fetched("a1") == ["a1"]
+        assert fetched("a0") == ["a0"]
+        assert relay.status()["cached_nbytes"] == 3000
+        files = list((tmp_path / "cache" / "objects").glob("*/*"))
+        assert sum(file.stat().st_size for file in files) == 3000
+        upstream.put("big", bytes(5000))
+        for _ in range(2):
+            assert objects.get("big", sha256=sha256(bytes(5000))) == bytes(5000)
+        assert relay.status()["cached_nbytes"] == 3000
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(relay: RelayThread, upstream: Watched, tmp_path: Path) -> None:
+    """As on a full disk: the readers are served all the same."""
+    data = secrets.token_bytes(MIB)
+    upstream.put("a", data)
+    (tmp_path / "cache" / "arriving").rmdir()
+    objects = open_objects(relay.url)
+    for _ in range(2):
+        assert objects.get("a", sha256=sha256(data)) == data
+    assert relay.status()["cached_objects"] == 0
+
+
+def test_what_is_cached_is_served_without_upstream(relay: RelayThread, upstream: Watched) -> None:
+    data, record = secrets.token_bytes(1000), "log/main/00000000000000000000.json"
+    upstream.put("a", data)
+    upstream.put(record, b"{}")
+    objects = open_objects(relay.url, retry=IMPATIENT)
+    assert (objects.get("a", sha256=sha256(data)), objects.get(record)) == (data, b"{}")
+
+    def cut(method: str, key: str) -> None:
+        raise StorageError("no route to host (injected)", key=key)
+
+    upstream.before = cut
+    time.sleep(0.25)
+    assert (objects.get("a", sha256=sha256(data)), objects.get(record)) == (data, b"{}")
+    with pytest.raises(StorageError, match="no route"):
+        objects.get("log/main/latest.json")
+    with pytest.raises(StorageError, match="no route"):
+        objects.list("log/")
+
+
+# ---------------------------------------------------------------------- how old answers may be
+
+
+def test_answers_are_fresh(relay: RelayThread, upstream: Watched) -> None:
+    """A record that was missing is asked for again; what changed is seen; what passed through counts at once."""
+    objects = open_objects(relay.url)
+    record = "log/main/00000000000000000007.json"
+    for key in (record, "groups/g/log/latest.json"):
+        with pytest.raises(NotFoundError):
+            objects.get(key)
+        upstream.put(key, b"1")
+        time.sleep(0.25)
+        assert objects.get(key) == b"1"
+    before = upstream.count("get")
+    assert objects.get(record) == b"1"
+    assert upstream.count("get") == before  # a record does not change
+    assert objects.list("groups/") == {"groups/g/log/latest.json": 1}
+    for data in (b"22", b"333"):
+        objects.put("groups/g/log/latest.json", data)
+        assert objects.get("groups/g/log/latest.json") == data
+        assert objects.size("groups/g/log/latest.json") == len(data)
+        assert objects.list("groups/") == {"groups/g/log/latest.json": len(data)}
+    assert not objects.put_if_absent(record, b"2")
+    objects.delete(record)
+    with pytest.raises(NotFoundError):
+        objects.get(record)
+
+
+def test_polling_costs_upstream_the_same_for_one_and_for_many(relay: RelayThread, upstream: Watched) -> None:
+    record = "log/main/00000000000000000007.json"
+    start, seconds = time.monotonic(), 1.0
+
+    def poll(_: int) -> int:
+        objects, n = open_objects(relay.url), 0
+        while time.monotonic() < start + seconds:
+            with pytest.raises(NotFoundError):
+                objects.get(record)
+            n += 1
+        return n
+
+    with ThreadPoolExecutor(16) as pool:
+        assert sum(pool.map(poll, range(16))) > 50
+    assert upstream.count("get", record) <= (time.monotonic() - start) / 0.2 + 1
+
+
+def test_answers_never_go_back_in_time(relay: RelayThread, upstream: Watched) -> None:
+    """Who has learned from the hint that a record exists must not be told, from memory, that it does not."""
+    objects = open_objects(relay.url)
+    for i in range(10):
+        record, hint = f"log/main/{i:020d}.json", "log/main/latest.json"
+        with pytest.raises(NotFoundError):
+            objects.get(record)
+        upstream.put(record, b"{}")
+        upstream.put(hint, str(i + 1).encode())
+        while objects.get(hint) != str(i + 1).encode():
+            time.sleep(0.01)
+        assert objects.get(record) == b"{}"
+
+
+# ---------------------------------------------------------------------- wrong bytes
+
+
+def test_a_wrong_copy_on_disk_is_replaced(tmp_path: Path, upstream: Watched) -> None:
+    """Damaged after it was compared: the reader notices, and the relay gets another one."""
+    data = secrets.token_bytes(MIB)
+    upstream.put("a", data)
+    with RelayThread(upstream, tmp_path / "cache") as relay:
+        objects = open_objects(relay.url)
+        assert objects.get("a", sha256=sha256(data)) == data
+        (file,) = (tmp_path / "cache" / "objects").glob("*/*")
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        for _ in range(2):
+            assert objects.get("a", sha256=sha256(data)) == data
+        assert upstream.count("get") == 2
+
+
+def test_an_object_that_is_damaged_in_the_store_is_reported_soon(relay: RelayThread, upstream: Watched) -> None:
+    data = secrets.token_bytes(5 * MIB)
+    upstream.put("a", data[::-1])
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(IntegrityError) as caught:
+            open_objects(relay.url).get("a", sha256=sha256(data))
+        assert (caught.value.key, caught.value.expected, caught.value.found) == (
+            "a",
+            sha256(data),
+            sha256(data[::-1]),
+        )
+    assert time.monotonic() - started < 10
+    assert relay.status()["cached_objects"] == 0
+    assert relay.told != []
+    assert upstream.url in relay.told[0]
+
+
+@contextmanager
+def liar(data: bytes) -> Iterator[str]:
+    """Serve `data` as every object, and say that it is a relay's."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            is_store = self.path.endswith("dcr.json")
+            self.send_response(404 if is_store else 200)
+            self.send_header("Dcr-Relay", "1")
+            self.send_header("Dcr-Error", "not-found")
+            self.send_header("Content-Length", str(0 if is_store else len(data)))
+            self.end_headers()
+            if not is_store:
+                self.wfile.write(data)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", ["it lies", "its store is damaged", "its bytes are cut"])
+def test_a_relay_of_wrong_bytes_is_named_and_routed_around(tmp_path: Path, kind: str) -> None:
+    """By a receiver, and by a relay below, which keeps nothing of it; also by readers who came in the middle."""
+    data = secrets.token_bytes(2 * MIB)
+    wrong = data[:-5] if kind == "its bytes are cut" else data[:-1] + bytes([data[-1] ^ 1])
+    store, damaged = open_objects(tmp_path / "store"), open_objects(tmp_path / "damaged")
+    store.put("a", data)
+    damaged.put("a", wrong)
+    with ExitStack() as stack:
+        if kind == "its store is damaged":
+            bad = stack.enter_context(RelayThread(damaged, tmp_path / "bad", policy=IMPATIENT)).url
+        else:
+            bad = stack.enter_context(liar(wrong))
+        objects = open_objects(f"{bad},file://{store.url}")
+        with pytest.warns(UserWarning, match=bad):
+            assert objects.get("a", sha256=sha256(data)) == data
+        below = stack.enter_context(RelayThread([bad, store.url], tmp_path / "below", policy=IMPATIENT))
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(lambda _: open_objects(below.url).get("a", sha256=sha256(data)), range(8))) == {data}
+        assert any(bad in told and sha256(wrong)[:8] in told for told in below.told)
+        assert below.status()["cached_nbytes"] == len(data)
+
+
+# ---------------------------------------------------------------------- kills and other ways
+
+
+def test_a_relay_killed_in_the_middle_is_finished_through_another(tmp_path: Path) -> None:
+    """What the child had from the first one it does not fetch again from the second."""
+    store = open_objects(tmp_path / "store")
+    data = secrets.token_bytes(24 * MIB)
+    store.put("a", data)
+    slow = Slow(store)
+    with (
+        RelayThread(slow, tmp_path / "0") as top,
+        RelayProcess(top.url, directory=tmp_path / "1") as first,
+        RelayThread(store.url, tmp_path / "2") as second,
+        RelayThread([first.url, second.url], tmp_path / "3") as child,
+    ):
+        pieces = HttpObjects(child.url).blocks("a", sha256(data))
+        slow.permits.release(2)
+        got = b""
+        while len(got) < 6 * MIB:
+            got += next(pieces)
+        first.kill()
+        assert got + b"".join(pieces) == data
+        assert second.status()["served_nbytes"] <= len(data) - 6 * MIB + (1 << 20)
+        assert any(first.url in told for told in child.told)
+        slow.permits.release(10)
+
+
+def test_receivers_go_on_through_another_relay(tmp_path: Path) -> None:
+    store = open_objects(tmp_path / "store")
+    contents = {f"a/{i}": secrets.token_bytes(300_000) for i in range(30)}
+    for key, data in contents.items():
+        store.put(key, data)
+    with (
+        RelayProcess(store.url, directory=tmp_path / "1", arguments=["--access", "all"]) as first,
+        RelayThread(store.url, tmp_path / "2") as second,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        objects = open_objects(f"{first.url},{second.url}")
+        found = {}
+        for i, (key, data) in enumerate(contents.items()):
+            if i == 10:
+                first.kill()
+            found[key] = objects.get(key, sha256=sha256(data))
+        assert found == contents
+        assert objects.put_if_absent("b", b"1")
+        assert not objects.put_if_absent("b", b"2")
+        assert objects.size("b") == 1
+        assert store.get("b") == b"1"
+
+
+def test_upstreams_of_different_stores_are_refused(tmp_path: Path) -> None:
+    from dcr_store.errors import InvalidInputError
+
+    urls = [str(tmp_path / name) for name in "ab"]
+    for url in urls:
+        dcr_store.create(url).close()
+    objects = open_objects(f"http://127.0.0.1:{free_ports(1)[0]},file://{urls[0]},file://{urls[1]}", retry=IMPATIENT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert objects.get("dcr.json") == open_objects(urls[0]).get("dcr.json")
+        with pytest.raises(InvalidInputError, match="different stores"):
+            objects.get("log/x", sha256="0" * 64)
+
+
+def test_two_relays_do_not_share_a_cache(tmp_path: Path, upstream: Watched) -> None:
+    from dcr_store.errors import ConflictError, InvalidInputError
+
+    with RelayThread(upstream, tmp_path / "cache"), pytest.raises(ConflictError, match="another relay"):
+        RelayThread(upstream, tmp_path / "cache").__enter__()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(InvalidInputError, match="something else"):
+        RelayThread(upstream, tmp_path / "other").__enter__()
+
+
+# ---------------------------------------------------------------------- a whole store
+
+
+@pytest.mark.parametrize("kind", ["directory", "s3"])
+def test_a_store_through_two_relays(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Created, published to, pulled from and verified two relays away."""
+    url, options = str(tmp_path / "store"), None
+    if kind == "s3":
+        seaweed: SeaweedS3 = request.getfixturevalue("seaweed")
+        url, options = seaweed.new_url(), seaweed.storage_options
+    states = series(3)
+    checkpoints = [write_hf(tmp_path / f"step{i}", state, step=i) for i, state in enumerate(states)]
+    with (
+        RelayThread(url, tmp_path / "0", storage_options=options) as upper,
+        RelayThread(upper.url, tmp_path / "1") as lower,
+    ):
+        with dcr_store.create(lower.url, chunk_elements=4096) as store:
+            for checkpoint in checkpoints:
+                with store.begin() as transaction:
+                    transaction.write_checkpoint(checkpoint)
+        for place in (lower.url, f"http://127.0.0.1:{free_ports(1)[0]},{lower.url}"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with dcr_store.open(place) as store:
+                    target = tmp_path / f"target-{len(place)}"
+                    for version, checkpoint in (("main@0", 0), ("main", 2)):
+                        store.pull(target, version)
+                        assert tree(target) == tree(checkpoints[checkpoint])
+                    assert store.verify(deep=True).ok
+                    found = store.read("main@1", ["head"])["head"]
+                    assert found.tobytes() == np.ascontiguousarray(states[1]["head"]).tobytes()
+    with dcr_store.open(url, storage_options=options) as store:
+        assert store.verify(deep=True).ok
+        assert [info.version for info in store.log()] == ["main@0", "main@1", "main@2"]
