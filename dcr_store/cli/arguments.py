@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from dcr_store.errors import NotFoundError
+from dcr_store.errors import InvalidInputError, NotFoundError
 
 if TYPE_CHECKING:
     from dcr_store.store import Store
@@ -120,6 +120,39 @@ def add_storage_options(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def add_mode(parser: argparse.ArgumentParser) -> None:
+    """Add ``--mode`` and ``--keep``."""
+    parser.add_argument(
+        "--mode",
+        metavar="MODE",
+        choices=("in-place", "copy"),
+        default="in-place",
+        help="in-place: write the files of DIR (default); copy: build the version beside the others in DIR",
+    )
+    parser.add_argument(
+        "--keep",
+        metavar="N",
+        type=whole,
+        help="with --mode copy: keep the last N versions that were current before (default: 1)",
+    )
+
+
+def keep_of(arguments: argparse.Namespace) -> int | None:
+    """Return how many older versions ``--mode copy`` keeps; None in place.
+
+    Raises
+    ------
+    InvalidInputError
+        If ``--keep`` is given without it.
+    """
+    keep: int | None = arguments.keep
+    if arguments.mode == "copy":
+        return 1 if keep is None else keep
+    if keep is not None:
+        raise InvalidInputError("--keep is for --mode copy", key="--keep", expected="--mode copy", found=arguments.mode)
+    return None
 
 
 def open_store(arguments: argparse.Namespace) -> Store:

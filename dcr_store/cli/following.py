@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcr_store.cli import render
-from dcr_store.cli.arguments import Verbs, add_json, add_store, directory_name, natural, open_store
+from dcr_store.cli.arguments import Verbs, add_json, add_mode, add_store, directory_name, keep_of, natural, open_store
 from dcr_store.cli.output import json_to_stdout, one_line, to_stderr, to_stdout
 
 if TYPE_CHECKING:
@@ -24,9 +26,10 @@ def register(verbs: Verbs) -> None:
         "follow",
         help="keep a directory at the newest version",
         description=(
-            "Keep a directory at the newest version of a line, in place, or at the version that a group decides. What "
-            "a version that is still being written has stored is fetched already. Failures are told and tried again; "
-            "killed anywhere, the same command goes on. SIGTERM ends it after what it is applying just now."
+            "Keep a directory at the newest version of a line, or at the version that a group decides. What a version "
+            "that is still being written has stored is fetched already. Failures are told and tried again; killed "
+            "anywhere, the same command goes on. SIGTERM ends it after what it is applying just now. Commands are run "
+            "by the shell with DCR_VERSION, DCR_ROOT, DCR_DIRECTORY and DCR_PREVIOUS in their environment."
         ),
     )
     add_store(parser)
@@ -49,6 +52,28 @@ def register(verbs: Verbs) -> None:
     parser.add_argument(
         "--spool-bytes", metavar="N", type=natural, help="the most bytes to keep there (default 16 GiB)"
     )
+    add_mode(parser)
+    parser.add_argument(
+        "--engine",
+        metavar="KIND=URL",
+        action="append",
+        default=[],
+        help="let an engine take each version from the directory: sglang, vllm or vllm-reload (repeatable)",
+    )
+    parser.add_argument(
+        "--on-prepared",
+        metavar="CMD",
+        action="append",
+        default=[],
+        help="a command to run when a version is about to be applied (repeatable)",
+    )
+    parser.add_argument(
+        "--on-applied",
+        metavar="CMD",
+        action="append",
+        default=[],
+        help="a command to run when the directory holds a version, after the engines; again if it fails (repeatable)",
+    )
     add_json(parser)
     parser.set_defaults(run=follow)
 
@@ -56,19 +81,37 @@ def register(verbs: Verbs) -> None:
 def follow(arguments: argparse.Namespace) -> int:
     """Keep a directory at the newest version."""
 
+    from dcr_store.receive.announcing import announcer
+    from dcr_store.receive.copying import CopyBringer
+
+    keep = keep_of(arguments)
+    copies = None if keep is None else CopyBringer(arguments.directory, keep=keep)
+    shown: list[tuple[str, str]] = []
+
+    def place() -> Path:
+        return Path(os.path.realpath(arguments.directory)) if copies is None else copies.place
+
     def told(applied: Applied) -> None:
-        if arguments.json:
-            json_to_stdout(applied.to_json())
-        else:
-            to_stdout(render.applied(applied, arguments.directory))
+        if (applied.version, applied.root) not in shown:  # not again, if an engine is told again
+            shown[:] = [(applied.version, applied.root)]
+            if arguments.json:
+                json_to_stdout(applied.to_json())
+            else:
+                to_stdout(render.applied(applied, arguments.directory + ("" if copies is None else "/current")))
+        if hooks is not None:
+            hooks.on_applied(applied)
 
     def failed(error: DcrError, wait_s: float) -> None:
         to_stderr(f"dcr: {one_line(str(error))}; trying again in {wait_s:.1f} s")
 
+    def failed_before(error: DcrError) -> None:
+        to_stderr(f"dcr: {one_line(str(error))}")
+
+    hooks = announcer(place, arguments.engine, arguments.on_prepared, arguments.on_applied, failed_before)
     with (
         open_store(arguments) as store,
         store.receiver(
-            arguments.directory,
+            arguments.directory if copies is None else copies,
             group=arguments.group,
             name=arguments.name,
             line=arguments.line,
@@ -77,7 +120,13 @@ def follow(arguments: argparse.Namespace) -> int:
         ) as receiver,
         _stopped_by_sigterm(receiver),
     ):
-        receiver.follow(until=arguments.until, once=arguments.once, on_applied=told, on_failure=failed)
+        receiver.follow(
+            until=arguments.until,
+            once=arguments.once,
+            on_prepared=None if hooks is None else hooks.on_prepared,
+            on_applied=told,
+            on_failure=failed,
+        )
     return 0
 
 

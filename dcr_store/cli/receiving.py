@@ -6,9 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from dcr_store.cli import progress, render
-from dcr_store.cli.arguments import Verbs, add_json, add_store, directory_name, open_store, whole
+from dcr_store.cli.arguments import Verbs, add_json, add_mode, add_store, directory_name, keep_of, open_store
 from dcr_store.cli.output import json_to_stdout, to_stdout
-from dcr_store.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from dcr_store.receive.copying import CopyResult
@@ -55,23 +54,6 @@ def register(verbs: Verbs) -> None:
     parser.set_defaults(run=pull)
 
 
-def add_mode(parser: argparse.ArgumentParser) -> None:
-    """Add ``--mode`` and ``--keep``."""
-    parser.add_argument(
-        "--mode",
-        metavar="MODE",
-        choices=("in-place", "copy"),
-        default="in-place",
-        help="in-place: write the files of DIR (default); copy: build the version beside the others in DIR",
-    )
-    parser.add_argument(
-        "--keep",
-        metavar="N",
-        type=whole,
-        help="with --mode copy: keep the last N versions that were current before (default: 1)",
-    )
-
-
 def _add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="also where the directory holds something that no version accounts for"
@@ -88,11 +70,9 @@ def checkout(arguments: argparse.Namespace) -> int:
 
 def pull(arguments: argparse.Namespace) -> int:
     """Bring a directory to a version."""
-    if arguments.keep is not None and arguments.mode != "copy":
-        raise InvalidInputError("--keep is for --mode copy", key="--keep", expected="--mode copy", found=arguments.mode)
+    keep = keep_of(arguments)
     with open_store(arguments) as store, progress.shown():
-        if arguments.mode == "copy":
-            keep = 1 if arguments.keep is None else arguments.keep
+        if keep is not None:
             copied = store.pull(
                 arguments.directory, version=arguments.version, mode="copy", keep=keep, force=arguments.force
             )

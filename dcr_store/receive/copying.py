@@ -18,6 +18,7 @@ from typing import Any
 
 from dcr_store import events
 from dcr_store.errors import InvalidInputError, StorageError
+from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.payload.version import VersionContents
 from dcr_store.receive import structure
 from dcr_store.receive.copy_building import Built, Source, build, is_right
@@ -96,6 +97,8 @@ class CopyBringer:
         Take over a directory that follows another store.
     """
 
+    is_atomic = True
+
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 1, force: bool = False) -> None:
         self._directory = local_path(directory, "directory")
         self._keep = _checked(keep)
@@ -106,11 +109,19 @@ class CopyBringer:
 
     @property
     def place(self) -> Path:
-        """The directory of the current version itself; ``NotFoundError`` if there is none.
+        """The directory of the current version itself, or, while there is none, the one that will hold it.
 
         To keep it from being removed while it is read, use ``targets.copy_directory.reading``.
         """
-        return copy_directory.current_place(self._directory)
+        root = self._directory.resolve()
+        name = copy_directory.current_of(root)
+        return root if name is None else root / name
+
+    @property
+    def spool_directory(self) -> Path | None:
+        """A place in the directory, unless it may turn out to be somebody else's."""
+        is_ours = copy_directory.holds_copies(self._directory) or not os.path.lexists(self._directory)
+        return self._directory / OWN_DIRECTORY / "spool" if is_ours else None
 
     def held(self, catalog: Catalog) -> Located | None:
         """Return the version that is current, None if there is none or it is not known."""

@@ -74,6 +74,7 @@ class Follow:
         while not self._stop.is_set():
             try:
                 wait_s = self._turn()
+                self._retries.reset()
             except (FencedError, InvalidInputError, StoreReplacedError):
                 raise
             except DcrError as error:
@@ -92,7 +93,6 @@ class Follow:
         self._check_store()
         seen = self._keeper.look(serves=self._decider.serves)
         step = self._decider.next(self._keeper, self._at_most)
-        self._retries.reset()
         if (self._keeper.length, seen) != self._seen:
             self._seen = self._keeper.length, seen
             self._rests.reset()
