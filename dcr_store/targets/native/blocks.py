@@ -27,11 +27,16 @@ _N_TOGETHER: Final = 64
 _ZEROS: Final = np.zeros(BLOCK_NBYTES, np.uint8)
 
 
+def blocks_of(place: Geometry) -> range:
+    """Return the indices of the blocks of its region that a view's span meets."""
+    return range(place.start // BLOCK_NBYTES, (place.stop - 1) // BLOCK_NBYTES + 1)
+
+
 class Block(NamedTuple):
-    """A block of a region."""
+    """A block of a region: their indices."""
 
     region: int
-    index: int
+    block: int
 
 
 class Blocks:
@@ -63,15 +68,11 @@ class Blocks:
         self._pending = {}
 
     def zero(self, blocks: Iterable[Block] | None = None) -> None:
-        """Expect zeros in blocks (all by default), to which whole values will be added."""
-        for block in self._digests if blocks is None else blocks:
+        """Expect zeros in blocks, all by default: whole values are added next."""
+        if blocks is None:
+            self._digests, blocks = {}, self._all()
+        for block in blocks:
             self._digests[block] = zeros_digest(self._n_bytes(block))
-            self._pending.pop(block, None)
-
-    def expect_nothing(self) -> None:
-        """Begin with zeros everywhere, without reading the memory."""
-        self._digests = {block: zeros_digest(self._n_bytes(block)) for block in self._all()}
-        self._pending = {}
 
     def add(self, region: int, place: Geometry, image: NDArray[np.uint8]) -> None:
         """Say that bytes change by a mask.
@@ -106,12 +107,8 @@ class Blocks:
         """Return the blocks (of all, by default) whose bytes are not as expected, ascending."""
         return sorted(block for block, digest in self._read(blocks) if digest != self._digests[block])
 
-    def of(self, region: int, place: Geometry) -> range:
-        """Return the indices of the blocks that a view's span meets."""
-        return range(place.start // BLOCK_NBYTES, (place.stop - 1) // BLOCK_NBYTES + 1)
-
     def _n_bytes(self, block: Block) -> int:
-        return min(BLOCK_NBYTES, self._regions[block.region].nbytes - block.index * BLOCK_NBYTES)
+        return min(BLOCK_NBYTES, self._regions[block.region].nbytes - block.block * BLOCK_NBYTES)
 
     def _all(self) -> Iterator[Block]:
         for region, covered in self._covered.items():
@@ -125,22 +122,22 @@ class Blocks:
     def _read(self, blocks: Iterable[Block] | None = None) -> Iterator[tuple[Block, int]]:
         groups: dict[tuple[int, int], list[Block]] = {}
         for block in self._all() if blocks is None else blocks:
-            groups.setdefault((block.region, block.index // _N_TOGETHER), []).append(block)
+            groups.setdefault((block.region, block.block // _N_TOGETHER), []).append(block)
         for found in self._pool.map(self._read_group, groups.values()):
             yield from found
 
     def _read_group(self, blocks: list[Block]) -> list[tuple[Block, int]]:
-        first, last = blocks[0].index * BLOCK_NBYTES, (blocks[-1].index + 1) * BLOCK_NBYTES
+        first, last = blocks[0].block * BLOCK_NBYTES, (blocks[-1].block + 1) * BLOCK_NBYTES
         octets = self._regions[blocks[0].region].octets[first:last].cpu().numpy()
         found = []
         for block in blocks:
-            start = block.index * BLOCK_NBYTES - first
+            start = block.block * BLOCK_NBYTES - first
             found.append((block, self._digest(block, octets[start : start + BLOCK_NBYTES])))
         return found
 
     def _digest(self, block: Block, octets: NDArray[np.uint8]) -> int:
         covered = self._covered[block.region]
-        start = block.index * BLOCK_NBYTES
+        start = block.block * BLOCK_NBYTES
         low = int(np.searchsorted(covered.stops, start, side="right"))
         high = int(np.searchsorted(covered.starts, start + len(octets), side="left"))
         starts = np.maximum(covered.starts[low:high] - start, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,14 @@ from dcr_store.targets.native.memory import integers, view_of
 
 if TYPE_CHECKING:
     from dcr_store.layout.entry import TensorEntry
+    from dcr_store.layout.layout import Layout
+
+
+def named(layout: Layout) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield the names that a loader is given, in this order: each tensor's, then its aliases."""
+    for entry in layout.tensors:
+        for name in (entry.name, *entry.aliases):
+            yield name, entry
 
 
 @dataclass(frozen=True, slots=True)

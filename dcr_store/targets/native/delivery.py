@@ -7,7 +7,7 @@ changes of the tensor), so that a run that fails is taken back by the same XOR a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,7 +116,7 @@ class Delivery(Load):
             self._copy_values(args[0], args[1], names, places[0])
             return False
         for place in places:
-            if place.geometry is None or (place.region, place.geometry) not in self._plan.dense:
+            if (place.region, place.geometry) not in self._plan.dense:
                 self.refuse(names or frozenset([self._label(place)]), f"is written as it was not rehearsed ({func})")
             if self._can_undo:
                 octets = self.memory.regions[place.region].octets
@@ -124,11 +124,11 @@ class Delivery(Load):
         return True
 
     def _label(self, place: Place) -> str:
-        return self.memory.label(place.region, place.geometry.start if place.geometry else 0)
+        return self.memory.label(place.region, place.geometry.start)
 
     def _copy_values(self, target: torch.Tensor, value: Any, names: Names, place: Place) -> None:
         """Overwrite what the mask of the same tensor would change."""
-        if place.geometry is None or (names, place.region, place.geometry) not in self._plan.counts:
+        if (names, place.region, place.geometry) not in self._plan.counts:
             self.refuse(names, "is copied to where it was not copied in the rehearsal")
         with self._lock:
             self.counts[names, place.region, place.geometry] += 1

@@ -158,7 +158,11 @@ class Load(ABC):
     # ------------------------------------------------------------------ operators
 
     def operate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Do what an operator with followed operands does."""
+        """Do what an operator with followed operands does; after the end of this load, in the one in progress."""
+        load = self.watch.load if self._is_closed and self.watch.load is not None else self
+        return load._operate(func, args, kwargs)
+
+    def _operate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.note_thread()
         operands = list(moves.tensors([args, kwargs]))
         followed = [operand for operand in operands if isinstance(operand, MaskTensor | ValueTensor)]
@@ -166,6 +170,8 @@ class Load(ABC):
         with self.watch.ours():
             if any(isinstance(operand, MaskTensor) for operand in followed):
                 with self._running():
+                    if any(isinstance(operand, MaskTensor) and operand.load is not self for operand in followed):
+                        return self._compute(func, args, kwargs, names, "is kept by the loader for a later load")
                     return self._on_mask(func, args, kwargs, names)
             return self._on_values(func, args, kwargs, names)
 
@@ -246,6 +252,9 @@ class Load(ABC):
         """Note what masks cannot do, and, where nothing is written, go on with the shape of its result."""
         self._cannot(names, reason)
         targets = moves.written(func, args, kwargs)
+        plain = [target for target in targets if not isinstance(target, MaskTensor | ValueTensor)]
+        if plain:
+            self._judge(func, args, names, plain, lambda: None)
         try:
             shapes = {**moves.mapped(dict(kwargs), _shape), **({"device": "meta"} if "device" in kwargs else {})}
             result = func(*moves.mapped(list(args), _shape), **shapes)
@@ -277,8 +286,7 @@ class Load(ABC):
     ) -> Any:
         """Do what an operator does that writes and has no followed operand."""
         with self.watch.ours():
-            result = self._judge(func, args, frozenset(), targets, lambda: func(*args, **kwargs))
-        return result
+            return self._judge(func, args, frozenset(), targets, lambda: func(*args, **kwargs))
 
     def _judge(
         self, func: Any, args: Sequence[Any], names: Names, targets: list[torch.Tensor], run: Callable[[], Any]
@@ -295,6 +303,8 @@ class Load(ABC):
 
     def _written(self, target: torch.Tensor, mask: MaskTensor) -> tuple[Write, bool] | None:
         """Return the write that copying a mask is, and whether these very bytes were written from it before."""
+        if target.numel() == 0:
+            return None
         place = self.memory.place(target)
         if place is None:
             self._cannot(mask.names, "is copied into memory that is no parameter or buffer of the module")
@@ -303,14 +313,12 @@ class Load(ABC):
             self._cannot(mask.names, f"is cast from {mask.dtype} to {target.dtype} by its copy")
             return None
         bits = mask.bits.expand(target.size())
-        if target.numel() == 0:
-            return None
-        if place.geometry is None or target.is_conj() or target.is_neg():
+        if place.meets_itself or target.is_conj() or target.is_neg():
             self._cannot(mask.names, "is copied into memory that is several of its elements at once")
             return None
         source: Source | None = None
         if mask.root is not None:
-            source = (mask.root, bits.storage_offset(), tuple(bits.size()), tuple(bits.stride()))
+            source = (mask.root, int(bits.storage_offset()), tuple(bits.size()), tuple(bits.stride()))
         write = Write(mask.names, place.region, place.geometry, source)
         with self._lock:
             self.counts[write.key] += 1
@@ -364,8 +372,7 @@ class Rehearsal(Load):
     def _may_write(self, func: Any, args: Sequence[Any], names: Names, places: list[Place]) -> bool:
         with self._lock:
             for place in places:
-                if place.geometry is not None:
-                    self.dense.setdefault((place.region, place.geometry), (names, str(func)))
+                self.dense.setdefault((place.region, place.geometry), (names, str(func)))
         return False
 
 

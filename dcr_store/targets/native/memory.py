@@ -30,7 +30,7 @@ def view_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the elements of a tensor as another dtype of the same width: plain, of no graph, of the same memory."""
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-    )  # type: ignore[call-overload,no-any-return]
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,10 +54,21 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a view lies: the index of its region and its geometry; None if it has no elements or meets itself."""
+    """Where a view lies.
+
+    Attributes
+    ----------
+    region : int
+        The index of its region.
+    geometry : Geometry
+        Its bytes; if it meets itself, all from its first to its last.
+    meets_itself : bool
+        Whether one byte is several of its elements.
+    """
 
     region: int
-    geometry: Geometry | None
+    geometry: Geometry
+    meets_itself: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +120,7 @@ class ModuleMemory:
                     "two storages of the module overlap in memory; give views of one storage",
                     key=self.label(self.regions[-1].index, start - starts[-1]),
                 )
-            octets = torch.empty(0, dtype=torch.uint8, device=where).set_(storage)  # type: ignore[call-overload]
+            octets = torch.empty(0, dtype=torch.uint8, device=where).set_(storage)
             self._indices.setdefault(device, []).append(len(self.regions))
             starts.append(start)
             self.regions.append(Region(len(self.regions), octets))
@@ -130,18 +141,22 @@ class ModuleMemory:
         return _Held(owner, kind, key, name, tensor, tensor.detach(), _shape_of(tensor))
 
     def place(self, tensor: torch.Tensor) -> Place | None:
-        """Return where a plain tensor lies in the module, None if elsewhere."""
+        """Return where a plain tensor lies in the module; None if elsewhere, or if it has no elements."""
         starts = self._starts.get(str(tensor.device))
-        if not starts:
+        if not starts or tensor.layout != torch.strided or tensor.numel() == 0:
             return None
-        address = tensor.data_ptr() if tensor.numel() else tensor.untyped_storage().data_ptr()
+        address = tensor.data_ptr()
         at = bisect_right(starts, address) - 1
         if at < 0:
             return None
         region = self.regions[self._indices[str(tensor.device)][at]]
         if address >= starts[at] + region.nbytes:
             return None
-        found = geometry(address - starts[at], tensor.itemsize, tuple(tensor.size()), tuple(tensor.stride()))
+        first, sizes, strides = address - starts[at], tuple(tensor.size()), tuple(tensor.stride())
+        found = geometry(first, tensor.itemsize, sizes, strides)
+        if found is None:
+            n_span = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
+            return Place(region.index, Geometry(first, ((n_span * tensor.itemsize, 1),)), meets_itself=True)
         return Place(region.index, found)
 
     def label(self, region: int, offset: int) -> str:
@@ -151,7 +166,6 @@ class ModuleMemory:
             for held in self._held
             if (place := self.place(held.alias)) is not None
             and place.region == region
-            and place.geometry is not None
             and place.geometry.start <= offset < place.geometry.stop
         ]
         return names[0] if names else f"bytes of no parameter in storage {region}"

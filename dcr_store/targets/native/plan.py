@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from dcr_store.errors import DcrError, InvalidInputError
-from dcr_store.targets.native.changes import no_guise
+from dcr_store.targets.native.changes import named, no_guise
 from dcr_store.targets.native.geometry import Geometry, meetings
 from dcr_store.targets.native.load import Names, Rehearsal
 
@@ -102,13 +102,10 @@ def rehearse(
         If a name cannot be moved and `fallback` is false (all are named, with reasons), the loader fails with values
         too, or replaces a parameter's storage.
     """
-    names = layout.names()
-    fallbacks = {name: reason for name in names if (reason := no_guise(layout.entry(name)))} | dict(known)
+    fallbacks = {name: reason for name, entry in named(layout) if (reason := no_guise(entry))} | dict(known)
     bits: dict[str, Bits] = {}
     n_failures = 0
     while True:
-        if fallbacks and not fallback:
-            raise _refused(fallbacks)
         missing = [name for name in fallbacks if name not in bits]
         if missing:
             bits.update(values(missing))
@@ -129,6 +126,8 @@ def rehearse(
         if failure is None:
             problems |= {name: "is kept by the loader" for name in load.kept() if name not in fallbacks}
             problems = {**_conflicts(load, fallbacks), **problems}
+        if not problems and fallbacks and not fallback:
+            raise _refused(fallbacks)
         if not problems:
             return _plan(layout, load, fallbacks)
         fallbacks |= problems
@@ -136,8 +135,7 @@ def rehearse(
 
 def _run(load_weights: LoadWeights, load: Rehearsal, layout: Layout, bits: Mapping[str, Bits]) -> Exception | None:
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in layout.names():
-            entry = layout.entry(name)
+        for name, entry in named(layout):
             yield name, load.values(name, entry, bits[name]) if name in bits else load.silent(name, entry)
 
     failure: Exception | None = None

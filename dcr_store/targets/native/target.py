@@ -7,28 +7,31 @@ memory that masks went into is checked by its digest, and what fails is loaded a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
 
 from dcr_store import events
 from dcr_store.errors import DcrError, IntegrityError, InvalidInputError, StorageError
+from dcr_store.targets.native.blocks import BLOCK_NBYTES, Block, Blocks, blocks_of
+from dcr_store.targets.native.changes import Changes, named
+from dcr_store.targets.native.delivery import Delivery
+from dcr_store.targets.native.load import LoaderRefusedError
+from dcr_store.targets.native.memory import ModuleMemory
+from dcr_store.targets.native.plan import LoadWeights, Plan, Values, drive, rehearse
+from dcr_store.targets.native.watch import Watch
 
 if TYPE_CHECKING:
-    import torch
-
     from dcr_store.layout.dtypes import Bits
     from dcr_store.layout.layout import Layout
-    from dcr_store.targets.native.blocks import Block, Blocks
-    from dcr_store.targets.native.changes import Changes
-    from dcr_store.targets.native.delivery import Delivery
-    from dcr_store.targets.native.memory import ModuleMemory
-    from dcr_store.targets.native.plan import LoadWeights, Plan, Values
 
-    Item = tuple[str, "Changes | Bits | None"]
+    Item = tuple[str, Changes | Bits | None]
 
-_N_SHOWN = 5
+_N_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,10 @@ class Loaded:
     n_healed: int = 0
 
 
+class LoaderChangedError(IntegrityError):
+    """A loader did something else than in its rehearsal; nothing of it stayed."""
+
+
 class NativeLoaderTarget:
     """A live engine's weights, reached through its own loader.
 
@@ -65,6 +72,11 @@ class NativeLoaderTarget:
     device : str or torch.device
         Where the tensors that the loader is given are.
 
+    Attributes
+    ----------
+    n_loads : int
+        Runs of the loader that were not taken back.
+
     Raises
     ------
     InvalidInputError
@@ -79,11 +91,6 @@ class NativeLoaderTarget:
         fallback: bool = True,
         device: str | torch.device = "cpu",
     ) -> None:
-        import torch
-
-        from dcr_store.targets.native.memory import ModuleMemory
-        from dcr_store.targets.native.watch import Watch
-
         if not callable(load_weights):
             raise InvalidInputError("is not callable", key="load_weights", found=type(load_weights).__name__)
         if not isinstance(module, torch.nn.Module):
@@ -97,6 +104,8 @@ class NativeLoaderTarget:
         self._known: dict[str, str] = {}
         self._blocks: Blocks | None = None
         self._plan: Plan | None = None
+        self._pool: Executor
+        self.n_loads = 0
 
     @property
     def plan(self) -> Plan | None:
@@ -120,10 +129,7 @@ class NativeLoaderTarget:
         InvalidInputError
             If the loader is refused; names the tensors and says why.
         """
-        from dcr_store.targets.native.blocks import Blocks
-        from dcr_store.targets.native.memory import ModuleMemory
-        from dcr_store.targets.native.plan import rehearse
-
+        self._pool = pool
         if self.has_moved():
             self._memory = ModuleMemory(self._module)
         self._plan = rehearse(
@@ -149,7 +155,7 @@ class NativeLoaderTarget:
             If the loader fails.
         """
         assert self._blocks is not None
-        self._blocks.expect_nothing()
+        self._blocks.zero()
         loaded = self._run(layout, weights, can_undo=False)
         return self._healed(layout, loaded, values)
 
@@ -180,9 +186,6 @@ class NativeLoaderTarget:
     # ------------------------------------------------------------------ one run of the loader
 
     def _run(self, layout: Layout, items: Iterable[Item], *, can_undo: bool) -> Loaded:
-        from dcr_store.targets.native.delivery import Delivery
-        from dcr_store.targets.native.plan import drive
-
         assert self._plan is not None
         assert self._blocks is not None
         load = Delivery(self._memory, self._watch, self._device, self._plan, self._blocks, can_undo=can_undo)
@@ -191,28 +194,29 @@ class NativeLoaderTarget:
         try:
             try:
                 drive(self._load_weights, load, self._given(load, layout, items, counts))
-            except DcrError:
+            except DcrError as error:
+                if isinstance(error, LoaderRefusedError):
+                    self._check(load)
                 raise
             except Exception as error:
-                if not load.problems:
-                    raise StorageError(
-                        f"the engine's loader failed: {error!r}; what it had written is taken back",
-                        key=load.last_given,
-                    ) from error
-            self._check(load)
+                self._check(load)
+                raise StorageError(
+                    f"the engine's loader failed: {error!r}; what it had written is taken back", key=load.last_given
+                ) from error
+            self._check(load, is_over=True)
             events.reached("native.load.written", layout.sha256)
         except BaseException:
             self._memory.restore()
             load.undo()
+            events.reached("native.load.undone", layout.sha256)
             raise
         self._blocks.advance()
+        self.n_loads += 1
         return Loaded(*counts)
 
     def _given(
         self, load: Delivery, layout: Layout, items: Iterable[Item], counts: list[int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        import numpy as np
-
         assert self._plan is not None
         for name, item in items:
             entry = layout.entry(name)
@@ -225,27 +229,20 @@ class NativeLoaderTarget:
                 yield name, load.changed(name, entry, changes)
             events.reached("native.tensor.given", name)
 
-    def _check(self, load: Delivery) -> None:
+    def _check(self, load: Delivery, *, is_over: bool = False) -> None:
         """Hold the loader to its rehearsal."""
-        changed = self._memory.changed()
+        changed, missing = self._memory.changed(), load.missing() if is_over else None
         if changed:
-            raise IntegrityError(
-                "the loader replaced parameters that it filled in the rehearsal; what it had written is taken back",
-                key=", ".join(changed[:_N_SHOWN]),
-            )
-        if load.problems:
-            name, reason = next(iter(load.problems.items()))
-            raise IntegrityError(
-                f"{reason}, unlike in the rehearsal; what was written is taken back", key=name
-            )  # fmt: skip
-        missing = load.missing()
-        if missing:
+            key, problem = ", ".join(changed[:_N_SHOWN]), "is replaced by the loader, which filled it"
+        elif load.problems:
+            key, problem = next(iter(load.problems.items()))
+        elif missing:
             names, region, place = next(iter(missing))
-            raise IntegrityError(
-                f"was not copied into {self._memory.label(region, place.start)} as in the rehearsal; what was written "
-                "is taken back",
-                key=", ".join(sorted(names)),
-            )
+            key = ", ".join(sorted(names))
+            problem = f"is not copied into {self._memory.label(region, place.start)}, where it was copied"
+        else:
+            return
+        raise LoaderChangedError(f"{problem} in the rehearsal; what was written is taken back", key=key)
 
     # ------------------------------------------------------------------ check and heal
 
@@ -257,46 +254,37 @@ class NativeLoaderTarget:
         if not failing:
             return loaded
         events.reached("native.blocks.failing", str(len(failing)))
-        bits = values(self._names_in(failing))
-        items: Callable[[], Iterable[Item]] = lambda: ((name, bits.get(name)) for name in layout.names())  # noqa: E731
-        fallbacks = self._plan.fallbacks
-        missing = [name for name in fallbacks if name not in bits]
-        bits = {**bits, **(values(missing) if missing else {})}
+        bits = values([*self._names_in(failing), *self._plan.fallbacks])
         self._blocks.zero(failing)
-        self._run(layout, items(), can_undo=False)
+        self._run(layout, ((name, bits.get(name)) for name, _ in named(layout)), can_undo=False)
         still = self._blocks.failing(failing)
         if still:
             self._learn(still, layout, values)
-        return Loaded(loaded.n_masks, loaded.n_values, loaded.n_healed + len(failing))
+        return Loaded(loaded.n_masks, loaded.n_values, len(failing))
 
     def _names_in(self, blocks: Iterable[Block]) -> list[str]:
-        """Return the names of which masks are moved into blocks."""
+        """Return the names of which masks are moved into blocks, and all that the loader joins with them."""
         assert self._plan is not None
-        assert self._blocks is not None
-        wanted = set(blocks)
-        names: dict[str, None] = {}
-        for group, region, place in sorted(self._plan.writes, key=lambda write: (write[1], write[2].start)):
-            if any((region, index) in wanted for index in self._blocks.of(region, place)):
-                names.update(dict.fromkeys(sorted(group)))
-        return list(names)
+        wanted, names, n_names = set(blocks), set[str](), -1
+        for group, region, place in self._plan.writes:
+            if any((region, block) in wanted for block in blocks_of(place)):
+                names |= group
+        while len(names) > n_names:
+            n_names = len(names)
+            names.update(*(group for group, *_ in self._plan.writes if not names.isdisjoint(group)))
+        return sorted(names)
 
     def _learn(self, blocks: list[Block], layout: Layout, values: Values) -> None:
         """Give tensors as values from now on whose bytes do not stay what was written, although nothing was seen."""
         assert self._blocks is not None
         names = self._names_in(blocks)
-        where = self._memory.label(blocks[0].region, blocks[0].index << 20)
-        reason = f"does not stay in {where} as it was copied, and what changes it was not seen"
+        where = self._memory.label(blocks[0].region, blocks[0].block * BLOCK_NBYTES)
+        reason = f"does not stay in {where} as it was copied, and what changes it there could not be seen"
         if not self._fallback:
-            raise InvalidInputError(
-                f"{reason}: the loader changes it in a thread of its own; allow the fallback to give it values",
-                key=", ".join(names[:_N_SHOWN]),
-            )
+            raise InvalidInputError(f"{reason}; allow the fallback to give it values", key=", ".join(names[:_N_SHOWN]))
         self._known |= dict.fromkeys(names, reason)
-        pool = self._blocks._pool
-        self.rehearse(layout, values, pool)
+        plan = self.rehearse(layout, values, self._pool)
+        # What cannot be seen may have happened in the rehearsal too.
+        bits = values(plan.fallbacks)
+        self._run(layout, ((name, bits.get(name)) for name, _ in named(layout)), can_undo=False)
         self._blocks.take()
-
-
-def chosen(bits: Mapping[str, Bits], names: Iterable[str]) -> dict[str, Bits]:
-    """Return the bits of some names."""
-    return {name: bits[name] for name in names}

@@ -40,7 +40,7 @@ class MaskTensor(torch.Tensor):
     root: str | None
     load: Load
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -55,13 +55,13 @@ class MaskTensor(torch.Tensor):
     ) -> MaskTensor:
         """Make a mask; see the attributes."""
         # The keys are those of a meta tensor: set_data refuses to put one in the place of a tensor with memory.
-        mask: MaskTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        mask: MaskTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             bits.size(),
             strides=bits.stride(),
             storage_offset=bits.storage_offset(),
             dtype=dtype,
-            device="meta",
+            device=torch.device("meta"),
             dispatch_device=True,
         )
         mask.bits, mask.present, mask.names, mask.root = bits, present, names, root
@@ -74,7 +74,7 @@ class MaskTensor(torch.Tensor):
     _device: torch.device
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Hand the operator to the load."""
@@ -83,25 +83,25 @@ class MaskTensor(torch.Tensor):
         return _load_of(args, kwargs).operate(func, args, kwargs or {})
 
     @property
-    def is_cpu(self) -> bool:
+    def is_cpu(self) -> bool:  # type: ignore[override]
         """Whether the guise is on the CPU."""
         return self._device.type == "cpu"
 
     @property
-    def is_cuda(self) -> bool:
+    def is_cuda(self) -> bool:  # type: ignore[override]
         """Whether the guise is on a GPU."""
         return self._device.type == "cuda"
 
     @property
-    def is_meta(self) -> bool:
+    def is_meta(self) -> bool:  # type: ignore[override]
         """False: the guise has values."""
         return False
 
-    def __repr__(self, **_: object) -> str:
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"<mask of {', '.join(sorted(self.names))}: {self.dtype} {tuple(self.shape)}>"
 
     def _refuse(self, what: str) -> NoReturn:
-        self.load.refuse(self.names, f"{what} is read")
+        self.load.refuse(self.names, f"is asked for {what}")
 
     def numpy(self, *_: object, **__: object) -> NoReturn:
         """Refuse."""
@@ -149,7 +149,7 @@ class ValueTensor(torch.Tensor):
     names: frozenset[str]
     load: Load
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, names: frozenset[str], load: Load) -> ValueTensor:
@@ -162,13 +162,13 @@ class ValueTensor(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Hand the operator to the load."""
         return _load_of(args, kwargs).operate(func, args, kwargs or {})
 
-    def __repr__(self, **_: object) -> str:
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"<values of {', '.join(sorted(self.names))}: {self.plain!r}>"
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ class ValueTensor(torch.Tensor):
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         self.load.note_thread()
-        return self.plain.__array__(*args, **kwargs)
+        return self.plain.numpy().__array__(*args, **kwargs)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         self.load.note_thread()

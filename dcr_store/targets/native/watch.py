@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from dcr_store.targets.native.load import Load
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode of one target; ``load`` is the load in progress, if any."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.load: Load | None = None
         self._of_thread = threading.local()
 
@@ -59,7 +59,7 @@ class Watch(TorchDispatchMode):
         """Watch this thread from now on, if it is not watched."""
         if not getattr(self._of_thread, "watched", False):
             self._of_thread.watched = True
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self, load: Load) -> Iterator[None]:

@@ -1,0 +1,248 @@
+"""Keeps a live engine at a version through its own loader: masks where it holds a version of the way, else all values.
+
+All that a bring reads of the store is read and proven before the engine is touched, except where values have to be
+loaded. Tensors that the loader does not move bit for bit are kept in host memory, so that their values need no history.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from dcr_store.errors import IntegrityError
+from dcr_store.format.documents import SPACES
+from dcr_store.payload.version import SealedPartition, VersionContents, fetch
+from dcr_store.targets.memory import MemoryTarget
+from dcr_store.targets.native.changes import Changes, named
+from dcr_store.targets.native.target import Loaded, LoaderChangedError, NativeLoaderTarget
+from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.changes import TensorChanges, iter_changes
+from dcr_store.versions.path import ZERO
+from dcr_store.versions.prefetch import Fetch
+from dcr_store.versions.replay import Outcome, everywhere, replay
+from dcr_store.versions.route import route
+from dcr_store.versions.workers import worker_pool
+
+if TYPE_CHECKING:
+    from dcr_store.layout.dtypes import Bits
+    from dcr_store.layout.layout import Layout
+
+BATCH_NBYTES: Final = 256 << 20
+"""Values are read from the store in batches of about so many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    store_sha256: str
+    located: Located
+
+
+class NativeBringer:
+    """Keeps a live engine at a version; satisfies ``Bringer``.
+
+    The engine is in flux during a bring only from the first tensor that its loader is given to the last, and then being
+    checked; what the loader is given are masks of what changed between the two versions.
+
+    Parameters
+    ----------
+    target : NativeLoaderTarget
+        Nobody else may load weights into the engine. It must not compute with them during a bring.
+    """
+
+    def __init__(self, target: NativeLoaderTarget) -> None:
+        self._target = target
+        self._pool = worker_pool("dcr-native")
+        self._held: _Held | None = None
+        self._kept: dict[str, Bits] = {}
+
+    def __repr__(self) -> str:
+        return f"NativeBringer({self._target!r})"
+
+    def held(self, catalog: Catalog) -> Located | None:
+        """Return the version that the engine was brought to, None if none, of another store, or if memory moved."""
+        held = self._held
+        if held is None or held.store_sha256 != catalog.store_sha256 or self._target.has_moved():
+            return None
+        return held.located
+
+    def bring(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> Outcome:
+        """Bring the engine to `goal`.
+
+        Returns
+        -------
+        Outcome
+            Chunks written are tensors that the loader was given with changes, chunks healed blocks of its memory.
+
+        Raises
+        ------
+        InvalidInputError
+            If the loader is refused; nothing was written.
+        StorageError
+            If the loader fails.
+        IntegrityError
+            If the store is damaged, or the loader does something else each time.
+        """
+        reader = _Reader(catalog, goal, fetcher)
+        held, layout = self.held(catalog), reader.layout
+        if self._target.has_moved() or self._target.plan is None or self._target.plan.layout_sha256 != layout.sha256:
+            held = self._held = None
+            self._target.rehearse(layout, reader.values, self._pool)
+        edges = None if held is None else _edges(catalog, held, goal)
+        changes = None if edges is None else reader.changes(edges)
+        try:
+            loaded = self._load(reader, changes)
+        except LoaderChangedError:
+            # The engine may have changed since the rehearsal (experts may be placed anew), so nothing is known of it.
+            self._held = None
+            self._target.rehearse(layout, reader.values, self._pool)
+            loaded = self._load(reader, None)
+        self._held = _Held(catalog.store_sha256, goal)
+        return Outcome(reader.nbytes_fetched, loaded.n_masks + loaded.n_values, loaded.n_healed)
+
+    def close(self) -> None:
+        """Let go of the engine, which keeps its weights."""
+        self._pool.shutdown()
+
+    # ------------------------------------------------------------------ loading
+
+    def _load(self, reader: _Reader, changes: Mapping[str, Changes] | None) -> Loaded:
+        """Run the loader; what the engine holds is known afterwards, whatever happens."""
+        before, kept = self._held, self._kept
+        n_loads, plan = self._target.n_loads, self._target.plan
+        assert plan is not None
+        self._held, self._kept = None, {}
+        try:
+            if before is None or changes is None:
+                loaded = self._target.load_whole(reader.layout, self._whole(reader), reader.values)
+            else:
+                values = self._advanced(reader, kept, changes)
+                items = (
+                    (name, values[entry.name] if name in plan.fallbacks else changes.get(entry.name))
+                    for name, entry in named(reader.layout)
+                )
+                loaded = self._target.load(reader.layout, items, reader.values)
+                self._kept = values
+        except BaseException:
+            # A loader may write what nobody saw: the old version is there only if its digests are.
+            if before is not None and self._target.n_loads == n_loads and self._target.is_intact():
+                self._held, self._kept = before, kept
+            raise
+        return loaded
+
+    def _whole(self, reader: _Reader) -> Iterator[tuple[str, Bits]]:
+        assert self._target.plan is not None
+        fallbacks = self._target.plan.fallbacks
+        for name, bits in reader.all_values():
+            if name in fallbacks:
+                self._kept[reader.layout.entry(name).name] = bits
+            yield name, bits
+
+    def _advanced(self, reader: _Reader, kept: Mapping[str, Bits], changes: Mapping[str, Changes]) -> dict[str, Bits]:
+        """Return the new bits of the tensors that are given as values, by the layout's names."""
+        assert self._target.plan is not None
+        names = dict.fromkeys(reader.layout.entry(name).name for name in self._target.plan.fallbacks)
+        advanced = {
+            name: changes[name].apply(kept[name]) if name in changes else kept[name] for name in names if name in kept
+        }
+        missing = [name for name in names if name not in kept]
+        return {**advanced, **(reader.values(missing) if missing else {})}
+
+
+class _Reader:
+    """Reads what leads to one version, and its values."""
+
+    def __init__(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> None:
+        self._objects = catalog.objects
+        self._path = route(catalog, goal).path
+        self._fetcher = fetcher
+        self.layout: Layout = catalog.layout(goal.row.layout)
+        self.nbytes_fetched = 0
+        self._lock = threading.Lock()
+
+    def _fetch(self, item: SealedPartition) -> bytes:
+        data = fetch(self._objects, item.ref) if self._fetcher is None else self._fetcher(item)
+        with self._lock:
+            self.nbytes_fetched += len(data)
+        return data
+
+    def values(self, names: Iterable[str]) -> dict[str, Bits]:
+        """Return the bits of tensors by name."""
+        names = list(names)
+        target = MemoryTarget(self.layout, self._path.chunk_elements, names)
+        places = everywhere(self._path, ZERO)
+        for space in SPACES:
+            elsewhere = np.ones(len(places[space]), bool)
+            for name in names:
+                entry = self.layout.entry(name)
+                if entry.space == space and entry.n_elements:
+                    elsewhere[list(entry.chunks(self._path.chunk_elements))] = False
+            places[space][elsewhere] = self._path.goal
+        replay(self._objects, self._path, target, places, fetcher=self._fetch)
+        return {name: tensor.bits for name, tensor in target.tensors().items()}
+
+    def all_values(self) -> Iterator[tuple[str, Bits]]:
+        """Yield all names with their bits, some read at a time."""
+        batch: list[str] = []
+        nbytes = 0
+        for entry in self.layout.tensors:
+            batch += [entry.name, *entry.aliases]
+            nbytes += entry.n_elements * np.dtype(f"u{int(entry.space[1:]) // 8}").itemsize
+            if nbytes >= BATCH_NBYTES:
+                yield from self.values(batch).items()
+                batch, nbytes = [], 0
+        if batch:
+            yield from self.values(batch).items()
+
+    def changes(self, edges: Iterable[VersionContents]) -> dict[str, Changes]:
+        """Return what versions change one after the other, as one change of each tensor, by the layout's names."""
+        result: dict[str, Changes] = {}
+        for contents in edges:
+            for found in iter_changes(self._objects, contents, self._path.chunk_elements, fetcher=self._fetch):
+                name = found.entry.name
+                result[name] = _then(result.get(name), found)
+        return result
+
+
+def _edges(catalog: Catalog, held: Located, goal: Located) -> list[VersionContents] | None:
+    """Return the versions whose changes lead from `held` to `goal`; None if there are none that do."""
+    for start, end in ((held, goal), (goal, held)):
+        with contextlib.suppress(IntegrityError):
+            chain = catalog.chain(end)
+            roots = [located.row.root for located in chain]
+            if start.row.root in roots:
+                at = len(roots) - 1 - roots[::-1].index(start.row.root)
+                edges = catalog.contents_of(chain[at + 1 :])
+                if end is goal:
+                    return edges
+                # The way back is masks alone; what was overwritten is not known any more.
+                is_masks = not any(item.array.array.endswith("/present") for e in edges for item in e.partitions)
+                return edges if is_masks else None
+    return None
+
+
+def _then(first: Changes | None, second: TensorChanges) -> Changes:
+    """Return one change that does what two do one after the other."""
+    small = np.int32 if second.entry.n_elements < 1 << 31 else np.int64
+    positions = np.concatenate([second.positions, second.written])
+    if first is not None:
+        positions = np.union1d(first.positions, positions)
+    elif len(second.written):
+        positions = np.sort(positions)
+    bits = np.zeros(len(positions), second.masks.dtype)
+    present = np.zeros(len(positions), np.bool_)
+    if first is not None:
+        places = np.searchsorted(positions, first.positions)
+        bits[places] = first.bits
+        if first.present is not None:
+            present[places] = first.present
+    bits[np.searchsorted(positions, second.positions)] ^= second.masks
+    places = np.searchsorted(positions, second.written)
+    bits[places], present[places] = second.values, True
+    stays = (bits != 0) | present
+    is_any = bool(present.any())
+    return Changes(positions[stays].astype(small), bits[stays], present[stays] if is_any else None)
