@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dcr_store.store import Store, create, open
+    from dcr_store.targets.native.target import NativeLoaderTarget as NativeLoaderTarget
 
 __version__ = "0.1.0"
 __all__ = ["Store", "__version__", "create", "open"]
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> object:
         from dcr_store import store
 
         return getattr(store, name)
+    if name == "NativeLoaderTarget":
+        from dcr_store.targets.native.target import NativeLoaderTarget
+
+        return NativeLoaderTarget
     raise AttributeError(f"module 'dcr_store' has no attribute '{name}'")

@@ -6,6 +6,7 @@ Refuses targets of kinds that it does not know.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -92,7 +93,7 @@ class DirectoryBringer:
 
 
 def bringer_of(target: object) -> Bringer:
-    """Return the bringer for a target: for a path that of its directory; a bringer is its own.
+    """Return the bringer for a target: a directory's for a path, an engine's for its loader; a bringer is its own.
 
     Raises
     ------
@@ -103,6 +104,14 @@ def bringer_of(target: object) -> Bringer:
         return DirectoryBringer(target)
     if isinstance(target, Bringer):
         return target
+    native = sys.modules.get("dcr_store.targets.native.target")  # who has such a target has imported it, and torch
+    if native is not None and isinstance(target, native.NativeLoaderTarget):
+        from dcr_store.receive.native_bringer import NativeBringer
+
+        return NativeBringer(target)
     raise InvalidInputError(
-        "nothing that can be kept at a version", key="target", expected="a directory", found=type(target).__name__
+        "nothing that can be kept at a version",
+        key="target",
+        expected="a directory or an engine's loader",
+        found=type(target).__name__,
     )

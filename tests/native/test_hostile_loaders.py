@@ -1,4 +1,4 @@
-"""Loaders that do anything but move: each tensor concerned gets values and is right, or is refused by name, unwritten."""
+"""Loaders that do anything but move: those tensors get values and are right, or are refused, nothing written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor-parallel engine, after each of 20 versions, against a full load of the checkpoint: every byte of each rank."""
+"""A tensor-parallel engine after each of 20 versions against a full load of the checkpoint: every byte of each rank."""
 
 from __future__ import annotations
 

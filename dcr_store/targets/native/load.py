@@ -167,6 +167,10 @@ class Load(ABC):
         operands = list(moves.tensors([args, kwargs]))
         followed = [operand for operand in operands if isinstance(operand, MaskTensor | ValueTensor)]
         names = frozenset(name for operand in followed for name in operand.names)
+        if func in moves.COPIES:
+            for target, source in zip(args[0], args[1], strict=True):
+                target.copy_(source)
+            return None
         with self.watch.ours():
             if any(isinstance(operand, MaskTensor) for operand in followed):
                 with self._running():
@@ -178,10 +182,6 @@ class Load(ABC):
     def _on_mask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: Names) -> Any:
         if func in moves.PINNED:
             return False
-        if func in moves.COPIES:
-            for target, source in zip(args[0], args[1], strict=True):
-                target.copy_(source)
-            return None
         first = args[0]
         if func is moves.COPY and not isinstance(first, MaskTensor | ValueTensor):
             self._copy(first, args[1])
@@ -200,6 +200,10 @@ class Load(ABC):
                 return self._mask(first.bits, first.present, args[1], first.device, names, first.root)
             if func in moves.MOVES:
                 return self._move(func, first, args[1:], kwargs)
+        # In inference mode operators arrive here before torch has taken them apart.
+        parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
         if func is moves.CAST:
             return self._compute(func, args, kwargs, names, f"is cast from {first.dtype} to {kwargs.get('dtype')}")
         return self._compute(func, args, kwargs, names, f"is computed with ({func})")
