@@ -124,9 +124,13 @@ class Spool:
         return None
 
     def find(self, sha256: str) -> bytes | None:
-        """Return the bytes of an object that this process has seen before; None if it has not, or it is gone."""
+        """Return an object's bytes, whatever their number; None if they are not there."""
         seen = self._seen.get(sha256)
-        return None if seen is None else self.get(ObjectRef(seen.name, sha256, seen.nbytes))
+        try:
+            nbytes = (self.directory / sha256).stat().st_size if seen is None else seen.nbytes
+        except OSError:
+            return None
+        return self.get(ObjectRef("", sha256, nbytes)) if nbytes <= self.limit_nbytes else None
 
     def _read(self, name: str, ref: ObjectRef) -> bytes | None:
         path = self.directory / name

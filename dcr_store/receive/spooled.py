@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Final
 
 from dcr_store.ports import Bytes, ObjectStore
 from dcr_store.receive.spool import Spool
+
+_DATA: Final = "/data/"
+"""In the keys of what writers store: partitions, files, contributions."""
 
 
 class SpooledObjects:
@@ -18,7 +22,7 @@ class SpooledObjects:
     Attributes
     ----------
     nbytes_found, nbytes_passed : int
-        Bytes of objects of known SHA-256 that came from the spool, and of those that did not.
+        Bytes of writers' objects that came from the spool, and of those that did not.
     """
 
     def __init__(self, objects: ObjectStore, spool: Spool) -> None:
@@ -32,7 +36,7 @@ class SpooledObjects:
         """Return the bytes ``[start, stop)`` of an object; ``NotFoundError`` if there is none."""
         found = self._spool.find(sha256) if sha256 is not None and (start, stop) == (0, None) else None
         data = self._objects.get(key, start, stop, sha256=sha256) if found is None else found
-        if sha256 is not None:
+        if _DATA in key:
             with self._lock:
                 self.nbytes_found += 0 if found is None else len(data)
                 self.nbytes_passed += len(data) if found is None else 0

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from dcr_store.errors import ConflictError, DcrError
 from dcr_store.log import line
 from dcr_store.objects.retry import RetryPolicy
 from dcr_store.publish import partitions
+from dcr_store.receive import pacing
 
 Job = dict[str, Any]
 
@@ -38,11 +40,14 @@ class Points:
     def __init__(self, strike: tuple[str, int, int] | None) -> None:
         self.counts: Counter[str] = Counter()
         self._strike = strike
+        self.slow = ("", 0.0)  # at which point to dawdle, and for how many seconds
         self._lock = threading.Lock()
 
     def __call__(self, event: events.Event) -> None:
         if event.name == "progress":
             return
+        if event.name == self.slow[0]:
+            time.sleep(self.slow[1])
         with self._lock:
             self.counts[event.name] += 1
             if self._strike is not None and (event.name, self.counts[event.name]) == self._strike[:2]:
@@ -61,7 +66,9 @@ def do(job: Job) -> dict[str, Any]:
     line.CHECKPOINT_VERSIONS = job.get("checkpoint_versions", line.CHECKPOINT_VERSIONS)  # type: ignore[misc]
     if "deadline_s" in job:
         _hasten(job["deadline_s"])
+    pacing._LONGEST_REST_S = job.get("rest_s", pacing._LONGEST_REST_S)  # type: ignore[misc]
     points = Points(strike)
+    points.slow = tuple(job.get("slow", points.slow))
     try:
         with events.listening(points):
             done = _VERBS[job["do"]](job)
@@ -115,6 +122,39 @@ def _pull(job: Job) -> dict[str, Any]:
     return result.to_json()
 
 
+def _follow(job: Job) -> dict[str, Any]:
+    """Follow as told; return what was applied, what failed, and what was moved, in bytes."""
+    applied: list[dict[str, Any]] = []
+    failures: list[str] = []
+    with (
+        _open(job) as store,
+        store.receiver(
+            job["directory"],
+            group=job.get("group"),
+            name=job.get("name"),
+            line=job.get("line"),
+            spool=job.get("spool"),
+            spool_nbytes=job.get("spool_nbytes"),
+        ) as receiver,
+    ):
+        receiver.follow(
+            until=job.get("until"),
+            once=job.get("once", False),
+            on_applied=lambda found: applied.append(found.to_json()),
+            on_failure=lambda error, _: failures.append(f"{error.kind}: {error}"),
+        )
+        active = receiver.active()
+        counts = receiver._keeper._transfers.counts
+        return {
+            "applied": applied,
+            "failures": failures,
+            "active": None if active is None else active.to_json(),
+            "fetched": counts.fetched,
+            "ahead": counts.ahead,
+            "spooled": counts.spooled,
+        }
+
+
 def _race(job: Job) -> dict[str, Any]:
     """Commit versions of one tensor until `n` are in, beginning again after each conflict."""
     import numpy as np
@@ -135,12 +175,11 @@ def _race(job: Job) -> dict[str, Any]:
 
 def _nap() -> None:
     import random
-    import time
 
     time.sleep(random.uniform(0.0, 0.05))
 
 
-_VERBS = {"create": _create, "publish": _publish, "pull": _pull, "race": _race}
+_VERBS = {"create": _create, "publish": _publish, "pull": _pull, "follow": _follow, "race": _race}
 
 
 def _warm_up(scratch: Path) -> None:
@@ -154,6 +193,8 @@ def _warm_up(scratch: Path) -> None:
             with store.begin() as transaction:
                 transaction.write("weight", np.full(256, value, np.int32))
         store.pull(scratch / "target")
+        with store.receiver(scratch / "target") as receiver:
+            receiver.follow(once=True)
         store.verify(deep=True)
 
 

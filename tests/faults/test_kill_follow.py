@@ -1,0 +1,362 @@
+"""Receivers that follow are killed at every named point and at random, and so are those that publish to them."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from faults.processes import Child, Nursery
+from faults.scenes import KILLS, OCCURRENCES, SMALL, Place, assert_checkpoint, seeded, strikes
+from faults.test_kill_pull import HARMS
+from states import tree
+
+from dcr_store.store import Store
+from dcr_store.targets.marker import Marker, read_marker
+
+Job = dict[str, object]
+FAST = {"rest_s": 0.05}
+
+
+def publish(store: Store, checkpoint: Path) -> str:
+    with store.begin() as transaction:
+        transaction.write_checkpoint(checkpoint)
+        return transaction.commit().version
+
+
+@pytest.fixture
+def local(scratch: Path) -> Place:
+    return Place(str(scratch / "store"))
+
+
+def settled(target: Path, checkpoint: Path) -> None:
+    """Assert that a target is a checkpoint, and that nothing is beside it but lock, marker and spool."""
+    assert_checkpoint(target, checkpoint, own=False)
+    assert {path.name for path in (target / ".dcr").iterdir()} <= {"lock", "marker.json", "spool"}
+
+
+def spooled(spool: Path) -> list[str]:
+    """Return the names of the whole files in a spool."""
+    return sorted(path.name for path in spool.iterdir() if not path.name.endswith(".new")) if spool.is_dir() else []
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+# ------------------------------------------------------------------ streaming
+
+
+def test_most_is_fetched_before_the_commit_and_nothing_twice(
+    nursery: Nursery, place: Place, scratch: Path, checkpoints: list[Path]
+) -> None:
+    """A writer that publishes slowly stops just before its commit; by then the follower has everything."""
+    store = place.create()
+    publish(store, checkpoints[1])
+    target = scratch / "target"
+    spool = target / ".dcr" / "spool"
+    store.pull(target, "main@0")
+    before = tree(target)
+    follower = nursery.start(do="follow", directory=str(target), until="main@1", **FAST, **place.job)
+    writer = nursery.start(
+        do="publish",
+        checkpoint=str(checkpoints[2]),
+        owner="trainer",
+        slow=["publish.partition.stored", 0.01],
+        stop=["log.commit.before", 1],
+        **SMALL,
+        **place.job,
+    )
+    writer.wait_stopped()
+    [prefix] = [name for name in store._objects.list_names("versions/main/") if name.startswith(f"{1:012d}-")]
+    stored = store._objects.list(f"versions/main/{prefix}/data/")
+    partitions = {key: nbytes for key, nbytes in stored.items() if "/c/" in key}
+    assert len(partitions) > 10
+    wait_for(lambda: len(spooled(spool)) >= len(partitions), f"{len(spooled(spool))} of {len(partitions)} were spooled")
+    assert tree(target) == before, "nothing of an open transaction touches the target"
+    writer.signal(signal.SIGCONT)
+    assert writer.wait().ok
+    outcome = follower.wait()
+    assert outcome.ok, outcome.message
+    settled(target, checkpoints[2])
+    told = outcome.told
+    assert [item["version"] for item in told["applied"]] == ["main@0", "main@1"]
+    assert told["ahead"] == sum(partitions.values())
+    assert told["ahead"] / told["fetched"] > 0.5, "the rest are headers and side files, known once the seal is"
+    n_known = len(store.show("main@1").files) * 2
+    assert outcome.points["transfer.fetched"] == outcome.points["transfer.before"] <= len(partitions) + n_known
+    assert told["applied"][1]["nbytes_fetched"] == 0
+
+
+@pytest.mark.parametrize("end", ["killed and resumed", "killed and taken over", "aborted"])
+def test_a_writer_that_does_not_finish(
+    nursery: Nursery, local: Place, scratch: Path, checkpoints: list[Path], end: str
+) -> None:
+    store = local.create()
+    publish(store, checkpoints[1])
+    target = scratch / "target"
+    spool = target / ".dcr" / "spool"
+    store.pull(target, "main@0")
+    before = tree(target)
+    follower = nursery.start(do="follow", directory=str(target), until="main@1", **FAST, **local.job)
+    job: Job = {"do": "publish", "checkpoint": str(checkpoints[2]), "owner": "trainer", **SMALL, **local.job}
+    writer = nursery.start(**job, stop=["publish.journal.stored", 6])
+    writer.wait_stopped()
+    wait_for(lambda: len(spooled(spool)) >= 10, "partitions are spooled")
+    journaled = len(spooled(spool))
+    writer.signal(signal.SIGKILL)
+    writer.wait()
+    if end == "killed and resumed":
+        outcome = nursery.finish(**job)
+        expected = checkpoints[2]
+    elif end == "killed and taken over":
+        other: Job = {**job, "checkpoint": str(checkpoints[3]), "owner": "another", "takeover": True}
+        outcome = nursery.finish(**other)
+        expected = checkpoints[3]
+    else:
+        with store.begin(owner="trainer") as transaction:
+            transaction.abort()
+        wait_for(lambda: spooled(spool) == [], "the spool is dropped")
+        assert tree(target) == before
+        outcome = nursery.finish(**{**job, "checkpoint": str(checkpoints[3])})
+        expected = checkpoints[3]
+    assert outcome.told["version"] == "main@1"
+    found = follower.wait()
+    assert found.ok, found.message
+    settled(target, expected)
+    assert found.told["failures"] == []
+    assert not [name for name in spooled(spool) if "." in name], "adopted or dropped"
+    if end == "killed and resumed":
+        assert journaled >= 10
+        contents = store._catalog.contents(store._catalog.resolve("main@1"))
+        n_all = len(contents.partitions) + 2 * len(contents.manifest.files)
+        assert found.points["transfer.fetched"] <= n_all, "what the first attempt had stored was not fetched again"
+
+
+# ------------------------------------------------------------------ kills
+
+
+def spool_deleted(spool: Path, rng: random.Random) -> None:
+    shutil.rmtree(spool, ignore_errors=True)
+
+
+def spool_damaged(spool: Path, rng: random.Random) -> None:
+    """Power loss: nothing in a spool is synced, so any file may be cut, empty or zeros."""
+    for name in spooled(spool):
+        data = (spool / name).read_bytes()
+        harm = rng.randrange(5)
+        if harm == 0:
+            (spool / name).write_bytes(data[: rng.randrange(len(data))] if data else b"")
+        elif harm == 1:
+            (spool / name).write_bytes(bytes(len(data)))
+        elif harm == 2:
+            (spool / name).unlink()
+
+
+def spool_left(spool: Path, rng: random.Random) -> None:
+    """Leave the spool as it is."""
+
+
+SPOOL_HARMS = [spool_left, spool_damaged, spool_deleted]
+
+
+def is_done(target: Path, version: str) -> bool:
+    """Whether a target says that it holds a version: everything is synced then, and no power loss reverts it."""
+    marker = read_marker(target)
+    return isinstance(marker, Marker) and (marker.state, marker.target) == ("clean", version)
+
+
+# In place, and by files that are built beside; the latter and all points on the slow server in campaigns only.
+CAMPAIGN = OCCURRENCES > 1
+PLACED = [("directory", (1, 2)), ("s3", (1, 2)), *([("directory", (2, 3)), ("s3", (2, 3))] if CAMPAIGN else [])]
+
+
+@pytest.mark.parametrize(("place", "way"), PLACED, indirect=["place"])
+def test_a_follower_killed_at_every_point(
+    nursery: Nursery, place: Place, scratch: Path, checkpoints: list[Path], way: tuple[int, int]
+) -> None:
+    """From spooling what is still being written to the marker that says that it is done."""
+    rng = seeded("follow", place.options is None, way)
+    store = place.create()
+    publish(store, checkpoints[way[0]])
+    old, target = scratch / "old", scratch / "target"
+    spool = target / ".dcr" / "spool"
+    store.pull(old, "main@0")
+    writer = nursery.start(
+        do="publish",
+        checkpoint=str(checkpoints[way[1]]),
+        owner="trainer",
+        stop=["log.commit.before", 1],
+        **SMALL,
+        **place.job,
+    )
+    writer.wait_stopped()
+    job: Job = {"do": "follow", "directory": str(target), "until": "main@1", **FAST, **place.job}
+
+    def reset() -> None:
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(old, target)
+
+    # While it is open: killed at each point of spooling.
+    open_points = ["transfer.before", "transfer.fetched", "spool.written", "spool.stored", "stream.journaled"]
+    for point in open_points:
+        reset()
+        assert nursery.run(**job, kill=[point, 3]).killed, point
+        assert_checkpoint(target, checkpoints[way[0]], own=False)
+    writer.signal(signal.SIGCONT)
+    assert writer.wait().ok
+    whole = nursery.finish(**job)
+    settled(target, checkpoints[way[1]])
+    reset()
+    points = nursery.finish(**job).points
+    chosen = strikes(points)[:: 1 if CAMPAIGN or place.options is None else 8]
+    assert {"receiver.apply.before", "receiver.apply.after", "spool.stored", "pull.dirty", "pull.clean"} <= set(points)
+    for nth, strike in enumerate(chosen):
+        reset()
+        assert nursery.run(**job, kill=strike).killed or strike[1] > 1, strike
+        if nth % 3 == 0 and not is_done(target, "main@1"):
+            HARMS[nth // 3 % len(HARMS)](target, old, rng)
+        harm = SPOOL_HARMS[nth % len(SPOOL_HARMS)]
+        harm(spool, rng)
+        outcome = nursery.finish(**job)
+        try:
+            settled(target, checkpoints[way[1]])
+            assert outcome.told["active"]["version"] == "main@1"
+            if harm is spool_left and nth % 3:
+                assert outcome.told["fetched"] <= whole.told["fetched"]
+        except AssertionError as error:
+            raise AssertionError(f"killed at {strike}, then {harm.__name__}: {error}") from error
+
+
+def test_what_was_spooled_before_a_kill_is_not_fetched_again(
+    nursery: Nursery, local: Place, scratch: Path, checkpoints: list[Path]
+) -> None:
+    store = local.create()
+    publish(store, checkpoints[1])
+    target = scratch / "target"
+    store.pull(target, "main@0")
+    publish(store, checkpoints[2])
+    job: Job = {"do": "follow", "directory": str(target), "until": "main@1", **FAST, **local.job}
+    assert nursery.run(**job, kill=["receiver.apply.before", 1]).killed
+    assert nursery.run(**job, kill=["replay.chunk.written", 5]).killed
+    outcome = nursery.finish(**job)
+    assert outcome.told["fetched"] == 0
+    applied = outcome.told["applied"][-1]
+    stored = store._objects.list("versions/")
+    contributed = sum(nbytes for key, nbytes in stored.items() if key.endswith("/contributions.bin"))
+    assert applied["nbytes_fetched"] <= contributed, "no payload, only what a process reads that knows nothing yet"
+    assert applied["chunks_healed"] == 0
+    settled(target, checkpoints[2])
+
+
+@pytest.mark.parametrize("place", ["directory", "s3"], indirect=True)
+def test_followers_and_writers_killed_at_random(
+    nursery: Nursery, place: Place, scratch: Path, checkpoints: list[Path]
+) -> None:
+    """One line, two followers that share a spool, and a writer; each is killed now and then, and the target torn."""
+    rng = seeded("random", place.options is None)
+    store = place.create()
+    publish(store, checkpoints[1])
+    targets, spool = [scratch / "a", scratch / "b"], scratch / "spool"
+    n_struck = 0
+    n_rounds = KILLS // 2 if place.options is None else max(2, KILLS // 6)
+    for number in range(1, n_rounds + 1):
+        checkpoint = checkpoints[1 + number % 4]
+        children: list[Child] = []
+        for target in targets:
+            if rng.random() < 0.3:
+                rng.choice(HARMS)(target, target, rng)
+            children.append(
+                nursery.start(
+                    do="follow",
+                    directory=str(target),
+                    spool=str(spool),
+                    spool_nbytes=rng.choice([200, 20_000, 1 << 30]),
+                    until=f"main@{number}",
+                    **FAST,
+                    **place.job,
+                )
+            )
+        publishing: Job = {"do": "publish", "checkpoint": str(checkpoint), "owner": "trainer", **SMALL, **place.job}
+        writer = nursery.start(**publishing)
+        if rng.random() < 0.5:
+            time.sleep(rng.uniform(0, 0.3))
+            writer.signal(signal.SIGKILL)
+        if writer.wait().killed and store.log()[-1].version != f"main@{number}":
+            nursery.finish(**publishing)
+        for child in children:
+            if rng.random() < 0.6:
+                time.sleep(rng.uniform(0, 0.1))
+                child.signal(signal.SIGKILL)
+        for target, child in zip(targets, children, strict=True):
+            outcome = child.wait()
+            n_struck += outcome.killed
+            if rng.random() < 0.3:
+                rng.choice(SPOOL_HARMS)(spool, rng)
+            if outcome.killed:
+                nursery.finish(
+                    do="follow", directory=str(target), spool=str(spool), until=f"main@{number}", **FAST, **place.job
+                )
+            else:
+                assert outcome.ok, outcome.message
+            settled(target, checkpoint)
+    assert n_struck >= n_rounds // 4
+
+
+# ------------------------------------------------------------------ groups
+
+
+def test_members_killed_at_every_point(nursery: Nursery, local: Place, scratch: Path, checkpoints: list[Path]) -> None:
+    """One of two members is killed between any two acts; the group goes on when it is back."""
+    store = local.create()
+    publish(store, checkpoints[1])
+    store.create_group("eu", ["r0", "r1"])
+    targets = [scratch / "r0", scratch / "r1"]
+
+    def job(number: int, version: int) -> Job:
+        return {
+            "do": "follow",
+            "directory": str(targets[number]),
+            "group": "eu",
+            "name": f"r{number}",
+            "until": f"main@{version}",
+            **FAST,
+            **local.job,
+        }
+
+    def finish(version: int) -> dict[str, int]:
+        children = [nursery.start(**job(number, version)) for number in (0, 1)]
+        outcomes = [child.wait() for child in children]
+        for outcome in outcomes:
+            assert outcome.ok, outcome.message
+            assert outcome.told["active"]["version"] == f"main@{version}"
+        return outcomes[0].points
+
+    finish(0)
+    publish(store, checkpoints[2])
+    points = finish(1)
+    parts = ("member.", "group.", "receiver.", *(("spool.", "pull.") if CAMPAIGN else ()))
+    names = [name for name in points if name.startswith(parts)]
+    assert {"member.prepared.before", "member.prepared.after", "member.applied.before"} <= set(names)
+    version = 1
+    for nth, name in enumerate(names):
+        checkpoint = checkpoints[1 + (nth % 3)]
+        publish(store, checkpoint)
+        version += 1
+        other = nursery.start(**job(1, version))
+        nursery.run(**job(0, version), kill=[name, 1])
+        held = store.group("eu").status().active
+        assert held in (f"main@{version - 1}", f"main@{version}")
+        outcome = nursery.run(**job(0, version))
+        assert outcome.ok, f"killed at {name}: {outcome.message}"
+        assert other.wait().ok
+        for target in targets:
+            settled(target, checkpoint)
+        assert store.group("eu").status().active == f"main@{version}"
