@@ -118,6 +118,7 @@ class HttpObjects:
     def _get_once(self, key: str, start: int, stop: int | None, sha256: str | None, *, past: bool = False) -> bytes:
         headers = self._asking(start, stop, sha256, past)
         with self._ask("get", key, "GET", _object(key), headers) as response:
+            _check_range_kept(response, headers)
             return response.read()
 
     def blocks(self, key: str, sha256: str, start: int = 0, *, past: bool = False) -> Iterator[bytes]:
@@ -140,6 +141,7 @@ class HttpObjects:
         headers = self._asking(start, None, sha256, past)
         try:
             with self._ask("get", key, "GET", _object(key), headers) as response:
+                _check_range_kept(response, headers)
                 while piece := response.read1(BLOCK_NBYTES):
                     yield piece
                 if response.length:  # read1 does not say so itself
@@ -306,6 +308,13 @@ def _problem(response: HTTPResponse, from_relay: bool, url: str, action: str, ke
 
 def _tells_its_end(response: HTTPResponse) -> bool:
     return "Content-Length" in response.headers or "Transfer-Encoding" in response.headers
+
+
+def _check_range_kept(response: HTTPResponse, headers: Mapping[str, str]) -> None:
+    if ("Range" in headers) != (response.status == 206):
+        raise TransientError(
+            f"answered {response.status} to a request {'with' if 'Range' in headers else 'without'} Range"
+        )
 
 
 def _told(response: HTTPResponse) -> dict[str, Any]:

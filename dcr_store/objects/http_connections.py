@@ -15,7 +15,7 @@ import socket
 import ssl
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dcr_store.objects.retry import TransientError
 
@@ -23,11 +23,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 CONNECT_TIMEOUT_S: Final = 5.0
+BUFFER_NBYTES: Final = 1 << 18  # of a response: one receive takes whatever has arrived, over several chunks
 IDLE_S: Final = 30.0  # less than a server's own limit, so that a connection is rarely closed under a request
 
 
 class UntrustedError(Exception):
     """The server's certificate is not trusted; another try would not help."""
+
+
+class _Response(http.client.HTTPResponse):
+    """A response that is received in large pieces; the standard library's takes 8 KiB at a time where it is chunked."""
+
+    def __init__(self, sock: socket.socket, *arguments: Any, **settings: Any) -> None:
+        super().__init__(sock, *arguments, **settings)
+        self.fp.close()
+        self.fp = sock.makefile("rb", BUFFER_NBYTES)  # type: ignore[assignment]
 
 
 class Connections:
@@ -116,6 +126,7 @@ class Connections:
             connection = http.client.HTTPSConnection(
                 self._host, self._port, timeout=CONNECT_TIMEOUT_S, context=self._tls
             )
+        connection.response_class = _Response
         try:
             connection.connect()
         except ssl.SSLCertVerificationError:

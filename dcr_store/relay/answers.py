@@ -89,8 +89,13 @@ class Answers:
     async def _ask(self, name: Name, ask: Callable[[], Value], since: float, is_final: bool) -> Value:
         self.n_asked += 1
         mine = asyncio.current_task()
+
+        def asked() -> tuple[Value, bytes]:
+            value = ask()
+            return value, b"" if value is None else hashlib.sha256(value).digest()
+
         try:
-            value = await asyncio.get_running_loop().run_in_executor(self._executor, ask)
+            value, digest = await asyncio.get_running_loop().run_in_executor(self._executor, asked)
         except BaseException:
             if name in self._asking and self._asking[name].task is mine:
                 del self._asking[name]
@@ -98,14 +103,13 @@ class Answers:
         is_current = name in self._asking and self._asking[name].task is mine
         if is_current:
             del self._asking[name]
-        if self._is_news(name, value):
+        if self._is_news(name, digest):
             self._forget(lambda other, kept: kept is None or kept.until < math.inf)
         if is_current and (value is None or len(value) <= _LONGEST_NBYTES):
             self._keep(name, _Kept(value, math.inf if is_final and value is not None else since + FRESH_S))
         return value
 
-    def _is_news(self, name: Name, value: Value) -> bool:
-        found = b"" if value is None else hashlib.sha256(value).digest()
+    def _is_news(self, name: Name, found: bytes) -> bool:
         before = self._seen.pop(name, b"")
         self._seen[name] = found
         if len(self._seen) > _MOST_SEEN:

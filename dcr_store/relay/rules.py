@@ -14,7 +14,8 @@ _BODY_NBYTES: Final = {MEMBERS: 16 << 20, PUBLISH: 640 << 20, ALL: 640 << 20}
 _NAME: Final = r"[^/]+"
 _RECORD: Final = re.compile(rf"(?:log/{_NAME}|groups/{_NAME}/log)/[0-9]{{20}}\.json")
 _JOURNAL: Final = re.compile(rf"versions/{_NAME}/{_NAME}/journal/{_NAME}\.json")
-_OF_MEMBERS: Final = re.compile(rf"groups/{_NAME}/(?:acks/.+|log/latest\.json|log/checkpoints/{_NAME}\.json)")
+_ACK: Final = re.compile(rf"groups/{_NAME}/acks/{_NAME}/{_NAME}/{_NAME}\.json")
+_HINT: Final = re.compile(rf"groups/{_NAME}/log/(?:latest|checkpoints/{_NAME})\.json")
 
 
 def may_create(access: str, key: str) -> bool:
@@ -25,7 +26,7 @@ def may_create(access: str, key: str) -> bool:
 def may_overwrite(access: str, key: str) -> bool:
     """Return whether a put at `key`, over whatever is there, is passed on."""
     if access == MEMBERS:
-        return _OF_MEMBERS.fullmatch(key) is not None
+        return _HINT.fullmatch(key) is not None
     return access == ALL or not (key == "dcr.json" or key.startswith("layouts/") or _RECORD.fullmatch(key))
 
 
@@ -40,5 +41,5 @@ def longest_body_nbytes(access: str) -> int:
 
 
 def is_final(key: str) -> bool:
-    """Return whether what stands at `key` never changes: a record of a log, an entry of a journal."""
-    return (_RECORD.fullmatch(key) or _JOURNAL.fullmatch(key)) is not None
+    """Return whether what stands at `key` never changes: a record, an entry of a journal, an acknowledgement."""
+    return any(form.fullmatch(key) for form in (_RECORD, _JOURNAL, _ACK))

@@ -165,9 +165,10 @@ class Relay:
         if file is not None:
             with file:
                 return await self._send_file(request, file, start, stop)
-        if (start, stop) != (0, None):
+        if stop is not None:
             return await self._get_range(key, start, stop, past)
-        # Looked for again: somebody may have begun it while the disk was asked.
+        # From a place on: somebody's transfer broke off elsewhere, and others may come with other places.
+        # Looked for again: it may have been begun while the disk was asked.
         flight = self._flights.find(key, sha256) or self._flights.begin(key, sha256, past=past)
         return await self._pass_on(request, flight, start, stop)
 
@@ -217,30 +218,26 @@ class Relay:
         """Send what has arrived, then the rest as it arrives; end only if the whole has proved right."""
         flight.join()
         try:
-            if (start, stop) != (0, None):
+            if stop is not None:
                 while await flight.beyond(flight.nbytes):
                     pass
+            if not await flight.beyond(start):
                 _raise(flight)
-                end = flight.nbytes if stop is None else min(stop, flight.nbytes)
-                pieces = []
-                while start < end:
-                    pieces.append(flight.read(start)[: end - start])
-                    start += len(pieces[-1])
-                value = b"".join(pieces)
-                return self._sent(value, end - len(value))
-            position = 0
-            if not await flight.beyond(0):
-                _raise(flight)
-            response = web.StreamResponse(headers=_HEADERS)
+                if start > 0:
+                    raise _beyond_end()
+            response = web.StreamResponse(status=206 if start > 0 or stop is not None else 200, headers=_HEADERS)
+            end = flight.nbytes if stop is None else min(stop, flight.nbytes)
             if flight.is_done and flight.error is None:
-                response.content_length = flight.nbytes
+                response.content_length = end - start
             else:
                 response.enable_chunked_encoding()
             await response.prepare(request)
-            while await flight.beyond(position):
-                piece = flight.read(position)
+            while (stop is None or start < end) and await flight.beyond(start):
+                piece = flight.read(start)
+                if stop is not None:
+                    piece = piece[: end - start]
                 await response.write(piece)
-                position += len(piece)
+                start += len(piece)
                 self._counts["served_nbytes"] += len(piece)
             if flight.error is not None:
                 raise _cut(request)
@@ -375,8 +372,12 @@ def _range(request: web.BaseRequest) -> tuple[int, int | None]:
 
 def _content_range(start: int, nbytes: int) -> dict[str, str]:
     if nbytes <= 0:
-        raise _RefusedError(416, "range", "the range begins at or after the end of the object")
+        raise _beyond_end()
     return {"Content-Range": f"bytes {start}-{start + nbytes - 1}/*"}
+
+
+def _beyond_end() -> _RefusedError:
+    return _RefusedError(416, "range", "the range begins at or after the end of the object")
 
 
 def _found(value: Value) -> bytes:

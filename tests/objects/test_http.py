@@ -353,7 +353,7 @@ RECORD = "00000000000000000007.json"
 WRITES = [
     # key, least access to create, to overwrite
     (f"groups/g/log/{RECORD}", "members", "all"),
-    ("groups/g/acks/main@3/prepared/r1.0123456789abcdef.json", "members", "members"),
+    ("groups/g/acks/main@3/prepared/r1.0123456789abcdef.json", "members", "publish"),
     ("groups/g/log/latest.json", "members", "members"),
     (f"groups/g/log/checkpoints/{RECORD}", "members", "members"),
     (f"log/main/{RECORD}", "publish", "all"),
