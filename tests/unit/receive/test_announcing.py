@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engines import SglangStandIn
 from states import series, write_hf
@@ -176,3 +177,28 @@ def test_a_receiver_goes_on_while_an_engine_fails(tmp_path: Path) -> None:
         newest = tmp_path / "checkpoint3"
         assert server.weights == {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
         assert bringer.place.name.startswith("main@1-")
+
+
+def test_a_hook_that_fails_is_called_again_at_growing_intervals(tmp_path: Path) -> None:
+    """Until it has been called once without failing: then the next one is called again soon."""
+    waits: list[float] = []
+    told: list[str] = []
+    with dcr_store.create(tmp_path / "store", chunk_elements=1024) as store:
+
+        def publish(value: int) -> None:
+            with store.begin() as transaction:
+                transaction.write("weight", np.full(100, value, np.int32))
+
+        def hook(applied: Applied) -> None:
+            told.append(applied.version)
+            if len(told) in (1, 2, 4):
+                raise StorageError("is busy")
+            if len(told) == 3:
+                publish(2)
+
+        publish(1)
+        with store.receiver(tmp_path / "models") as receiver:
+            receiver.follow(until="main@1", on_applied=hook, on_failure=lambda error, wait_s: waits.append(wait_s))
+    assert told == ["main@0"] * 3 + ["main@1"] * 2
+    assert waits[0] <= 0.5 <= waits[1] <= 1.0
+    assert waits[2] <= 0.5
