@@ -405,7 +405,7 @@ class Store:
             Directory for what is fetched before it is needed; by default in the target's directory, or a temporary
             one. Several receivers may share it.
         spool_nbytes : int, optional
-            The most bytes to keep there, by default 16 GiB.
+            The most bytes to keep there, by default a tenth of the disk, and 16 GiB at least.
 
         Raises
         ------

@@ -50,7 +50,10 @@ def register(verbs: Verbs) -> None:
         help="where to keep what is fetched ahead (default: in the directory itself); receivers may share it",
     )
     parser.add_argument(
-        "--spool-bytes", metavar="N", type=natural, help="the most bytes to keep there (default 16 GiB)"
+        "--spool-bytes",
+        metavar="N",
+        type=natural,
+        help="the most bytes to keep there (default: a tenth of the disk, 16 GiB at least)",
     )
     add_mode(parser)
     parser.add_argument(

@@ -89,6 +89,7 @@ class AsyncReceiver:
                 cancel()
             # The thread ends before the caller goes on: nobody changes the target behind its back.
             await asyncio.wait([future])
+            _ = future.cancelled() or future.exception()  # nobody asks for it any more
             raise
 
     async def __aenter__(self) -> Self:

@@ -93,8 +93,10 @@ class Follow:
         self._check_store()
         seen = self._keeper.look(serves=self._decider.serves)
         step = self._decider.next(self._keeper, self._at_most)
-        if (self._keeper.length, seen) != self._seen:
-            self._seen = self._keeper.length, seen
+        # What is spooled meanwhile is no reason to look more often.
+        news = (self._keeper.length, None if seen is None else (seen.txid, seen.attempt, seen.n_partitions))
+        if news != self._seen:
+            self._seen = news
             self._rests.reset()
         goal = step.goal
         if goal is None:

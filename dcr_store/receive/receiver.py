@@ -27,7 +27,7 @@ from dcr_store.receive.following import Follow, Hooks, OnApplied, OnApplying, On
 from dcr_store.receive.keeper import Keeper, active_of, same
 from dcr_store.receive.member import Member
 from dcr_store.receive.results import Active, Applied, Polled, Prepared
-from dcr_store.receive.spool import SPOOL_NBYTES, Spool
+from dcr_store.receive.spool import Spool
 from dcr_store.targets.own_directories import refuse_inside_store
 from dcr_store.targets.paths import local_path
 from dcr_store.targets.temporary import make_locked
@@ -46,6 +46,7 @@ class Receiver:
         self._goal: Located | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
+        self._user = 0  # the thread that is inside
         self._closed = False
 
     def __repr__(self) -> str:
@@ -202,8 +203,12 @@ class Receiver:
         self._stop.set()
 
     def close(self) -> None:
-        """Stop, wait for transfers under way, let go of the target, which stays as it is."""
+        """Stop, wait for transfers under way, let go of the target, which stays as it is. Not from a hook."""
         self.stop()
+        if self._user == threading.get_ident():
+            raise ConflictError(
+                "the receiver is following; call stop() in a hook, and close() afterwards", key=self.line
+            )
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -219,11 +224,13 @@ class Receiver:
         try:
             if self._closed:
                 raise InvalidInputError("the receiver is closed; make another one", key=self.line)
+            self._user = threading.get_ident()
             yield
         except FencedError:
             self._keeper.serve_nothing()
             raise
         finally:
+            self._user = 0
             self._lock.release()
 
     def __enter__(self) -> Self:
@@ -254,9 +261,7 @@ def open_receiver(
         raise InvalidInputError(
             "a receiver in a group has a name", key="group and name", expected="both or none", found=(group, name)
         )
-    if spool_nbytes is None:
-        spool_nbytes = SPOOL_NBYTES
-    if not isinstance(spool_nbytes, int) or isinstance(spool_nbytes, bool) or spool_nbytes < 0:
+    if spool_nbytes is not None and (type(spool_nbytes) is not int or spool_nbytes < 0):
         raise InvalidInputError(
             "is no number of bytes", key="spool_nbytes", expected="0 or more", found=f"{spool_nbytes!r:.80}"
         )

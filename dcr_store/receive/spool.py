@@ -31,11 +31,12 @@ from dcr_store.format.documents import ObjectRef
 
 SPOOL: Final = "spool"
 """The default spool's name in a target's own directory."""
-SPOOL_NBYTES: Final = 16 << 30
-"""The default limit."""
+_DEFAULT_NBYTES: Final = 16 << 30
+_DEFAULT_SHARE: Final = 10
 _NAME: Final = re.compile(r"([0-9a-f]{64})(?:\.([0-9a-f]{16})\.([0-9]{1,12})\.([0-9a-f]{32}))?")
 _NEW: Final = re.compile(r"[0-9a-f]{32}\.new")
 _FREE_SHARE: Final = 20  # a twentieth of the disk is left to others: the target needs room too
+_SLACK_SHARE: Final = 16
 
 Verdict = Literal["open", "committed", "aborted"]
 
@@ -85,16 +86,18 @@ class Spool:
     ----------
     directory : path
         Made when something is put.
-    limit_nbytes : int
-        Bytes of all files together. What does not fit is not kept.
+    limit_nbytes : int, optional
+        Bytes of all files together. What does not fit is not kept. By default a tenth of the disk, and 16 GiB at least.
     """
 
-    def __init__(self, directory: Path, limit_nbytes: int = SPOOL_NBYTES) -> None:
+    def __init__(self, directory: Path, limit_nbytes: int | None = None) -> None:
         self.directory = directory
-        self.limit_nbytes = limit_nbytes
+        self.limit_nbytes = _default_limit(directory) if limit_nbytes is None else limit_nbytes
         self._needed: frozenset[str] = frozenset()
         self._seen: dict[str, _Seen] = {}  # what this process has found to be right, by SHA-256
         self._lock = threading.Lock()
+        # Counted anew, with what others have put, whenever a share of the limit has been put since.
+        self._counted_nbytes, self._put_nbytes = 0, self.limit_nbytes
 
     def need(self, refs: Iterable[ObjectRef]) -> None:
         """Say what must not make room for anything else from now on, instead of what was said before."""
@@ -171,20 +174,28 @@ class Spool:
 
     def _make_room(self, nbytes: int, is_ahead: bool) -> bool:
         self.directory.mkdir(parents=True, exist_ok=True)
+        free = self._free_nbytes()
+        slack = self.limit_nbytes // _SLACK_SHARE
+        after = self._put_nbytes + nbytes
+        if after <= slack and self._counted_nbytes + after <= self.limit_nbytes and nbytes <= free:
+            self._put_nbytes = after
+            return True
         files = list(self._files())
         total = sum(file.nbytes for file in files) + sum(self._unfinished())
         spare = [file for file in files if file.sha256 not in self._needed and not (is_ahead and file.tag is not None)]
-        free = self._free_nbytes()
         missing = max(total + nbytes - self.limit_nbytes, nbytes - free)
-        if missing > sum(file.nbytes for file in spare):
-            return False
-        for file in sorted(spare, key=lambda file: file.used_ns):
-            if missing <= 0:
-                break
-            self._unlink(file.name)
-            events.reached("spool.evicted", file.name)
-            missing -= file.nbytes
-        return True
+        is_possible = missing <= sum(file.nbytes for file in spare)
+        if is_possible and missing > 0:
+            # Some more, so that a full spool is not looked through for each object.
+            missing += slack
+            for file in sorted(spare, key=lambda file: file.used_ns):
+                if missing <= 0:
+                    break
+                self._unlink(file.name)
+                events.reached("spool.evicted", file.name)
+                missing, total = missing - file.nbytes, total - file.nbytes
+        self._counted_nbytes, self._put_nbytes = total, nbytes if is_possible else 0
+        return is_possible
 
     def _free_nbytes(self) -> int:
         disk = os.statvfs(self.directory)
@@ -255,6 +266,14 @@ class Spool:
             return 0
         except OSError as error:
             raise StorageError(f"cannot be listed: {error.strerror}", key=str(self.directory)) from error
+
+
+def _default_limit(directory: Path) -> int:
+    for place in (directory, *directory.parents):
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(place)
+            return max(_DEFAULT_NBYTES, disk.f_blocks * disk.f_frsize // _DEFAULT_SHARE)
+    return _DEFAULT_NBYTES
 
 
 class Slot:

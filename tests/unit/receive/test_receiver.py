@@ -663,6 +663,8 @@ def test_hooks_that_fail(store: Store, tmp_path: Path) -> None:
             n_failures -= 1
             raise StorageError("the engine does not answer")
 
+    with store.receiver(tmp_path / "target") as busy, pytest.raises(ConflictError, match=r"call stop\(\) in a hook"):
+        busy.follow(once=True, on_applying=lambda _: busy.close())
     with store.receiver(tmp_path / "target") as receiver:
         receiver.follow(until="main@0", on_applied=flaky, on_failure=lambda *_: None)
         assert told == ["main@0"] * 3, "until it has been heard"

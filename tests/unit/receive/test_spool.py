@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def kept(spool: Spool, numbers: range, tag: Tag | None = None) -> list[int]:
 @pytest.fixture
 def spool(tmp_path: Path) -> Spool:
     return Spool(tmp_path / "spool", 4500)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def age(spool: Spool, number: int, age_s: int) -> None:
@@ -209,7 +217,7 @@ def test_processes_share_a_spool(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(work, worker) for worker in range(4)]:
             done.result()
-    assert spools[0].nbytes() <= 20_000 + 4 * 1000
+    assert spools[0].nbytes() <= 20_000 + 4 * (20_000 // 16 + 1000)
     assert spools[0].nbytes() > 10_000
 
 
@@ -234,6 +242,7 @@ def test_however_many_ask_it_is_fetched_once(spool: Spool, objects: Watched) -> 
     objects.before = lambda method, key: gate.wait(10) and None
     transfers = Transfers(objects, spool)
     ahead = transfers.want(ref, TAG)
+    wait_until(lambda: objects.count("get") == 1)
     wanted = [transfers.want(ref) for _ in range(5)]
     with ThreadPoolExecutor(4) as pool:
         read = [pool.submit(transfers.read, sealed(0)) for _ in range(4)]
@@ -258,9 +267,10 @@ def test_what_is_needed_overtakes_what_may_be_needed(spool: Spool, objects: Watc
     ahead = [transfers.want(blob(number, 100)[0], TAG) for number in range(40)]
     needed = transfers.want(blob(39, 100)[0])
     assert ahead[39].cancelled()
+    wait_until(lambda: objects.count("get", "data/39") == 1)
+    assert objects.count("get") <= 5, "it did not wait for the others"
     gate.set()
     assert needed.result()
-    assert [key for _, key in objects.requests].index("data/39") < 12
     assert all(future.result() for future in ahead[:39])
     assert objects.count("get") == 40
     transfers.close()
@@ -299,8 +309,10 @@ def test_transfers_that_fail(spool: Spool, objects: Watched) -> None:
             raise StorageError("no answer", key=key)
 
     objects.before = fail
+    n_before = objects.count("get", ref.key)
     future = transfers.want(ref)
     with ThreadPoolExecutor(1) as pool:
+        wait_until(lambda: objects.count("get", ref.key) > n_before)
         read = pool.submit(transfers.read, sealed(0))
         time.sleep(0.05)
         gate.set()
