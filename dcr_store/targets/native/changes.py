@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,6 +83,7 @@ def dense_of(entry: TensorEntry, changes: Changes, device: torch.device) -> tupl
     return bits, torch.from_numpy(present).reshape(guise.shape).to(device)
 
 
+@lru_cache(maxsize=1024)
 def guise_of(entry: TensorEntry) -> torch.Tensor:
     """Return a meta tensor of the dtype and shape that a loader gets for a tensor."""
     untouched = np.zeros(entry.n_elements, uint_dtype(entry.space))  # memory that is never touched is never there

@@ -28,6 +28,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.load: Load | None = None
         self._of_thread = threading.local()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch need not import its compiler for this mode, nor ask it at each operator."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
