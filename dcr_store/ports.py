@@ -6,7 +6,7 @@ The protocols carry the promises; ``objects/`` and ``targets/`` satisfy them. Im
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,3 +81,16 @@ class Target(Protocol):
 
     def write_chunk(self, space: str, chunk: int, bits: NDArray[np.unsignedinteger]) -> None:
         """Overwrite a chunk with `bits`, uintN of shape (chunk_elements,); elements of no tensor are dropped."""
+
+
+@runtime_checkable
+class ScatterTarget(Target, Protocol):
+    """A target for which changing few elements of a chunk is cheaper than writing it whole: memory of a device."""
+
+    def xor_chunk(
+        self, space: str, chunk: int, positions: NDArray[np.uint32], masks: NDArray[np.unsignedinteger]
+    ) -> None:
+        """XOR `masks`, uintN of shape (n,), into the elements at `positions` of a chunk, ascending and distinct.
+
+        Called where the chunk's bits were read and proven just before. Elements of no tensor are passed over.
+        """

@@ -381,6 +381,31 @@ class Store:
 
         return pull(self._catalog, goal, directory, force=force)
 
+    def load_into(self, target: object, version: str = "main") -> PullResult:
+        """Bring live tensors to a version, in place, whatever they hold; only what differs is fetched and written.
+
+        Parameters
+        ----------
+        target : mapping of str to ndarray or torch.Tensor, or torch.nn.Module
+            On any device; of a module, what its ``state_dict()`` has. Must have exactly the version's tensors.
+        version : str
+
+        Raises
+        ------
+        InvalidInputError
+            If the tensors are not the version's; names them. Nothing was written.
+        IntegrityError
+            If the store is damaged; names the key. Calling again heals.
+
+        See Also
+        --------
+        dcr_store.receive.memory_bringer.StateDictBringer : for going on from version to version without looking at
+            all tensors each time.
+        """
+        from dcr_store.receive.memory_bringer import StateDictBringer
+
+        return StateDictBringer(target).load(self._catalog, self._catalog.resolve(version))
+
     def receiver(
         self,
         target: object,
@@ -395,8 +420,8 @@ class Store:
 
         Parameters
         ----------
-        target : path or Bringer
-            A directory of safetensors, in place; or what else can be kept at a version.
+        target : path, mapping of str to tensor, torch.nn.Module, or Bringer
+            A directory of safetensors, or live tensors, in place; or what else can be kept at a version.
         group, name : str, optional
             The group whose decisions it follows, and its name there.
         line : str, optional

@@ -115,31 +115,31 @@ def as_bits(name: str, tensor: object) -> TensorBits:
         return _torch_bits(name, tensor)
     if isinstance(tensor, np.ndarray | np.generic):
         return _numpy_bits(name, tensor)
-    raise InvalidInputError(
-        "is no tensor; give a numpy array or a torch tensor", key=name, expected="a tensor", found=type(tensor).__name__
-    )
+    raise _no_tensor(name, tensor)
 
 
-def _numpy_bits(name: str, tensor: np.ndarray[Any, Any] | np.generic[Any]) -> TensorBits:
+def describe(name: str, tensor: object) -> tuple[str, tuple[int, ...]]:
+    """Return a tensor's dtype and shape, as `as_bits` does and with its errors, without reading its values."""
+    torch_module = sys.modules.get("torch")
+    if torch_module is not None and isinstance(tensor, torch_module.Tensor):
+        return _describe_torch(name, tensor)
+    if isinstance(tensor, np.ndarray | np.generic):
+        return _describe_numpy(name, tensor)
+    raise _no_tensor(name, tensor)
+
+
+def _describe_numpy(name: str, tensor: np.ndarray[Any, Any] | np.generic[Any]) -> tuple[str, tuple[int, ...]]:
     if isinstance(tensor, np.ma.MaskedArray):
         raise InvalidInputError(
             "is a masked array; fill it first", key=name, expected="an array", found=f"dtype {tensor.dtype}"
         )
-    array = np.asarray(tensor)
-    little = array.dtype.newbyteorder("<")
-    dtype_name = _NAMES.get(little)
+    dtype_name = _NAMES.get(tensor.dtype.newbyteorder("<"))
     if dtype_name is None:
-        raise _unsupported(name, array.dtype)
-    ordered = array
-    if array.dtype != little:
-        ordered = array.byteswap().view(little)
-    flat = np.ascontiguousarray(ordered).reshape(-1)
-    bits = np.require(flat.view(uint_dtype(DTYPES[dtype_name].space)), requirements="A")
-    shares = isinstance(tensor, np.ndarray) and array.size > 0 and bits.ctypes.data == array.ctypes.data
-    return TensorBits(dtype_name, array.shape, bits, shares)
+        raise _unsupported(name, tensor.dtype)
+    return dtype_name, tensor.shape
 
 
-def _torch_bits(name: str, tensor: torch.Tensor) -> TensorBits:
+def _describe_torch(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     problem = _torch_problem(tensor)
     if problem is not None:
         raise InvalidInputError(
@@ -153,6 +153,24 @@ def _torch_bits(name: str, tensor: torch.Tensor) -> TensorBits:
         if not shape:
             raise InvalidInputError("is a scalar of two packed values; give it a dimension", key=name)
         shape = (*shape[:-1], 2 * shape[-1])
+    return dtype_name, shape
+
+
+def _numpy_bits(name: str, tensor: np.ndarray[Any, Any] | np.generic[Any]) -> TensorBits:
+    dtype_name, shape = _describe_numpy(name, tensor)
+    array = np.asarray(tensor)
+    little = array.dtype.newbyteorder("<")
+    ordered = array
+    if array.dtype != little:
+        ordered = array.byteswap().view(little)
+    flat = np.ascontiguousarray(ordered).reshape(-1)
+    bits = np.require(flat.view(uint_dtype(DTYPES[dtype_name].space)), requirements="A")
+    shares = isinstance(tensor, np.ndarray) and array.size > 0 and bits.ctypes.data == array.ctypes.data
+    return TensorBits(dtype_name, shape, bits, shares)
+
+
+def _torch_bits(name: str, tensor: torch.Tensor) -> TensorBits:
+    dtype_name, shape = _describe_torch(name, tensor)
     import torch
 
     try:
@@ -177,6 +195,8 @@ def _torch_bits(name: str, tensor: torch.Tensor) -> TensorBits:
 def _torch_problem(tensor: torch.Tensor) -> str | None:
     import torch
 
+    if torch.nn.parameter.is_lazy(tensor):
+        return "a parameter that has no shape yet; run the lazy module once"
     if tensor.is_nested:
         return "a nested tensor; give its parts one by one"
     if tensor.layout != torch.strided:
@@ -188,6 +208,12 @@ def _torch_problem(tensor: torch.Tensor) -> str | None:
     if hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers hold their data elsewhere
         return f"a {type(tensor).__name__} without storage of its own; give to_local(), full_tensor() or its parts"
     return None
+
+
+def _no_tensor(name: str, found: object) -> InvalidInputError:
+    return InvalidInputError(
+        "is no tensor; give a numpy array or a torch tensor", key=name, expected="a tensor", found=type(found).__name__
+    )
 
 
 def _unsupported(name: str, found: object) -> InvalidInputError:

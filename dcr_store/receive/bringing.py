@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from dcr_store.errors import InvalidInputError
 from dcr_store.format.paths import OWN_DIRECTORY
+from dcr_store.receive.memory_bringer import StateDictBringer
 from dcr_store.receive.pull import held, pull
 from dcr_store.receive.spool import SPOOL
 from dcr_store.targets.paths import local_path
@@ -93,7 +95,7 @@ class DirectoryBringer:
 
 
 def bringer_of(target: object) -> Bringer:
-    """Return the bringer for a target: a directory's for a path, an engine's for its loader; a bringer is its own.
+    """Return the bringer for a target: a path's directory, live tensors, an engine's loader; a bringer is its own.
 
     Raises
     ------
@@ -109,9 +111,12 @@ def bringer_of(target: object) -> Bringer:
         from dcr_store.receive.native_bringer import NativeBringer
 
         return NativeBringer(target)
+    torch_module = sys.modules.get("torch")
+    if isinstance(target, Mapping) or (torch_module is not None and isinstance(target, torch_module.nn.Module)):
+        return StateDictBringer(target)
     raise InvalidInputError(
         "nothing that can be kept at a version",
         key="target",
-        expected="a directory or an engine's loader",
+        expected="a directory, a mapping of names to tensors, a torch module, or an engine's loader",
         found=type(target).__name__,
     )

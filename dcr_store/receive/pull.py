@@ -7,7 +7,6 @@ the store has, unless forced, and one that another process is writing.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import time
@@ -216,11 +215,11 @@ def _look(catalog: Catalog, goal: Located, files: Structure, root: Path, *, forc
             )
         return _Situation(not entries, (), None, everything=True, is_foreign=True)
     if isinstance(marker, Marker):
-        target = _find(catalog, marker.target, marker.root)
+        target = catalog.find(marker.target, marker.root)
         if marker.state == "clean":
             base, abandoned = target, None
         else:
-            base = None if marker.base is None else _find(catalog, marker.base, marker.base_root)
+            base = None if marker.base is None else catalog.find(marker.base, marker.base_root)
             abandoned = target if marker.target != goal.name else None
         if target is not None and (base is not None or marker.base is None):
             held = (target,) if base in (target, None) else (base, target)
@@ -252,18 +251,6 @@ def _look(catalog: Catalog, goal: Located, files: Structure, root: Path, *, forc
             found=", ".join(in_the_way[:5] or [name for name in entries if name.endswith(".safetensors")][:5]),
         )
     return _Situation(False, (), None, everything=force, is_foreign=force)
-
-
-def _find(catalog: Catalog, name: str, root: str | None) -> Located | None:
-    """Return the version of that name if it is the one with that root, else another one with the root.
-
-    In a store that was restored from a copy, another version has taken the number.
-    """
-    with contextlib.suppress(NotFoundError, InvalidInputError):
-        found = catalog.known(name) or catalog.resolve(name)
-        if root in (None, found.row.root):
-            return found
-    return None if root is None else next(iter(catalog.find_root(root)), None)
 
 
 def identify(catalog: Catalog, root: Path) -> Located | None:
@@ -302,7 +289,7 @@ def held(catalog: Catalog, directory: str | os.PathLike[str]) -> Located | None:
         return None
     if not isinstance(marker, Marker) or marker.state != "clean" or marker.store_id != catalog.document.store_id:
         return None
-    return _find(catalog, marker.target, marker.root)
+    return catalog.find(marker.target, marker.root)
 
 
 def _bring(

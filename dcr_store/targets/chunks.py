@@ -1,6 +1,8 @@
-"""What all targets check about a chunk before they touch anything."""
+"""What targets have in common: checks of a chunk before anything is touched, and copies that must be the same."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from dcr_store.errors import InvalidInputError
 from dcr_store.layout.dtypes import Bits, uint_dtype
@@ -34,3 +36,15 @@ def check_chunk(
             found=f"{bits.dtype} of shape {bits.shape}",
         )
     return chunk * chunk_elements, (chunk + 1) * chunk_elements
+
+
+def spoil_where_copies_differ(copies: list[Bits]) -> None:
+    """Set elements of the first copy that are not the same in all to a value that is in none of them.
+
+    So no chunk passes for whole while one copy of a tied tensor is stale.
+    """
+    differs = np.flatnonzero(np.any([copy != copies[0] for copy in copies[1:]], axis=0))
+    found = np.array([copy[differs] for copy in copies])
+    for value in range(len(copies), -1, -1):  # one of these is in none of them
+        free = ~np.any(found == value, axis=0)
+        copies[0][differs[free]] = value

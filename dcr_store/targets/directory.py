@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self
 import numpy as np
 
 from dcr_store.errors import InvalidInputError, NotFoundError, StorageError
-from dcr_store.targets.chunks import check_chunk
+from dcr_store.targets.chunks import check_chunk, spoil_where_copies_differ
 from dcr_store.targets.file_bytes import read_exactly, write_exactly
 from dcr_store.targets.file_map import FileMap, Transfer
 from dcr_store.targets.paths import existing_directory, fsync_directory, path_inside
@@ -154,7 +154,7 @@ class DirectoryTarget:
             for other_map in self._map.others[space]:
                 copies.append(out.copy())
                 self._read(other_map.transfers(start, stop), copies[-1])
-            _spoil_where_copies_differ(copies)
+            spoil_where_copies_differ(copies)
 
     def _read(self, transfers: Iterable[Transfer], out: Bits) -> None:
         data = out.view(np.uint8).data
@@ -286,15 +286,6 @@ class DirectoryTarget:
         if found != header:
             return FileProblem(path, "has another header", f"{len(header)} bytes as published", "other bytes")
         return None
-
-
-def _spoil_where_copies_differ(copies: list[Bits]) -> None:
-    """Set elements of the first copy that are not the same in all to a value that is in none of them."""
-    differs = np.flatnonzero(np.any([copy != copies[0] for copy in copies[1:]], axis=0))
-    found = np.array([copy[differs] for copy in copies])
-    for value in range(len(copies), -1, -1):  # one of these is in none of them
-        free = ~np.any(found == value, axis=0)
-        copies[0][differs[free]] = value
 
 
 def _open(place: Path, flags: int) -> BinaryIO:

@@ -5,6 +5,7 @@ Reads only; caches what is immutable. Refuses a reference that is ambiguous or n
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -140,6 +141,17 @@ class Catalog:
             return None
         row = self.log(ref.line).row(ref.number)
         return None if row is None else Located(ref.line, row)
+
+    def find(self, name: str, root: str | None) -> Located | None:
+        """Return the version of that name if it is the one with that root, else another one with the root, or None.
+
+        In a store that was restored from a copy, another version has taken the number.
+        """
+        with contextlib.suppress(NotFoundError, InvalidInputError):
+            found = self.known(name) or self.resolve(name)
+            if root in (None, found.row.root):
+                return found
+        return None if root is None else next(iter(self.find_root(root)), None)
 
     def find_root(self, prefix: str) -> list[Located]:
         """Return all versions, newest first per line, whose state root begins with `prefix`."""

@@ -54,7 +54,7 @@ class Path:
         for first in range(0, len(states), _N_TOGETHER):
             part = states[first : first + _N_TOGETHER]
             low, high = min(part), max(part)
-            if high - low < len(part):
+            if high - low < len(set(part)):
                 together = self.states[low : high + 1]
                 yield from ((index, together[index - low]) for index in part)
             else:

@@ -33,12 +33,12 @@ def worker_pool(name: str = "dcr-work") -> Threads:
     return Threads(n_workers(), name)
 
 
-def scratch(space: str, chunk_elements: int) -> Bits:
-    """Return this thread's buffer for a chunk: uintN, shape (chunk_elements,), of any content; the same each time."""
-    buffer: Bits | None = getattr(_own, space, None)
+def scratch(space: str, chunk_elements: int, use: str = "") -> Bits:
+    """Return this thread's buffer for a chunk: uintN, shape (chunk_elements,), of any content; one for each `use`."""
+    buffer: Bits | None = getattr(_own, f"{use}{space}", None)
     if buffer is None or buffer.size != chunk_elements:
         buffer = np.empty(chunk_elements, uint_dtype(space))
-        setattr(_own, space, buffer)
+        setattr(_own, f"{use}{space}", buffer)
     return buffer
 
 

@@ -135,6 +135,22 @@ class Chunks:
             assert not self.state[space][len(bits) :].any()
 
 
+class Scattered(Chunks):
+    """A target that takes changes as masks, as memory of a device does."""
+
+    def __init__(self, state: Dense) -> None:
+        super().__init__(state)
+        self.n_xored = 0
+
+    def xor_chunk(self, space: str, chunk: int, positions: np.ndarray, masks: Bits) -> None:
+        assert len(positions) * (4 + masks.itemsize) < SIZE * masks.itemsize, "less than the whole chunk"
+        assert np.all(np.diff(positions.astype(np.int64)) > 0)
+        assert masks.all()
+        self.state[space][chunk * SIZE + positions.astype(np.int64)] ^= masks
+        self.written.append((space, chunk))
+        self.n_xored += 1
+
+
 def path_to(store: Store, version: int, last: int | None = None) -> Path:
     located = store._catalog.resolve(f"main@{version}")
     others = [] if last is None else [store._catalog.resolve(f"main@{last}")]
@@ -179,18 +195,19 @@ def test_values_and_presence_of_two_incarnations(store: Store) -> None:
 
 
 @pytest.mark.parametrize("group_nbytes", [engine.GROUP_NBYTES, 4000, 1])
-@pytest.mark.parametrize("ahead_nbytes", [1 << 20, 0])
+@pytest.mark.parametrize(("ahead_nbytes", "kind"), [(1 << 20, Chunks), (0, Chunks), (0, Scattered)])
 def test_from_any_mixture_to_any_version(
-    store: Store, monkeypatch: pytest.MonkeyPatch, group_nbytes: int, ahead_nbytes: int
+    store: Store, monkeypatch: pytest.MonkeyPatch, group_nbytes: int, ahead_nbytes: int, kind: type[Chunks]
 ) -> None:
     """Chunks of all versions, zeros and noise mixed in one target: it ends right, forwards and back, in any groups."""
     monkeypatch.setattr("dcr_store.versions.replay.GROUP_NBYTES", group_nbytes)
     monkeypatch.setattr("dcr_store.versions.prefetch.AHEAD_NBYTES", ahead_nbytes)
     states = history(store)
     rng = np.random.default_rng(1)
+    n_xored = 0
     for goal in range(len(states)):
         path = path_to(store, goal, len(states) - 1)
-        target = Chunks(states[goal])
+        target = kind(states[goal])
         sources = [Chunks(state) for state in [*states, zeros(LAYOUT), noise(LAYOUT, rng)]]
         for space in SPACES:
             for chunk in range(path.n_chunks(space)):
@@ -206,6 +223,8 @@ def test_from_any_mixture_to_any_version(
         assert outcome.chunks_healed == sum(int((table == UNKNOWN).sum()) for table in places.values())
         right = {(s, int(c)) for s in SPACES for c in np.flatnonzero(places[s] == goal)}
         assert not right & set(target.written), "what is right is not written again"
+        n_xored += target.n_xored if isinstance(target, Scattered) else 0
+    assert (n_xored > 0) == (kind is Scattered)
 
 
 def test_backwards_over_masks_takes_them_off_again(store: Store) -> None:
