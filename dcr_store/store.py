@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dcr_store.receive.aio import AsyncReceiver
     from dcr_store.receive.copying import CopyResult
     from dcr_store.receive.group import Group
+    from dcr_store.receive.patches import TensorPatch
     from dcr_store.receive.pull import PullResult
     from dcr_store.receive.receiver import Receiver
     from dcr_store.receive.status import Status
@@ -405,6 +406,32 @@ class Store:
         from dcr_store.receive.memory_bringer import StateDictBringer
 
         return StateDictBringer(target).load(self._catalog, self._catalog.resolve(version))
+
+    def patches(
+        self, base: str, version: str = "main", *, state: object = None, framework: Literal["numpy", "torch"] = "numpy"
+    ) -> Iterator[TensorPatch]:
+        """Iterate over what changes from one version to another, for engines with a patch API; see ``receive.patches``.
+
+        Parameters
+        ----------
+        base, version : str
+            In any order, of any lines.
+        state : mapping of str to ndarray or torch.Tensor, or torch.nn.Module, optional
+            Tensors that hold `base`; without them the history since the anchor is read.
+        framework : {"numpy", "torch"}
+            Of indices and values.
+
+        Returns
+        -------
+        iterator of TensorPatch
+            One for each tensor that changes: indices and new values, or the whole tensor where that is less.
+        """
+        from dcr_store.receive.patches import patches
+
+        if framework not in ("numpy", "torch"):
+            raise InvalidInputError("unknown framework", key="framework", expected="numpy or torch", found=framework)
+        base_located, goal = self._catalog.resolve(base), self._catalog.resolve(version)
+        return patches(self._catalog, base_located, goal, state=state, framework=framework)
 
     def receiver(
         self,
