@@ -10,6 +10,13 @@ from servers import SeaweedS3
 from states import real_snapshots, series, write_hf
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Lengths of what can be run for as long as one likes."""
+    group = parser.getgroup("dcr_store")
+    group.addoption("--seeds", type=int, default=4000, help="how many seeds tests/sim runs")
+    group.addoption("--first-seed", type=int, default=0, help="the first of them")
+
+
 @pytest.fixture(scope="session")
 def seaweed() -> Iterator[SeaweedS3]:
     """A real S3 server on loopback."""

@@ -1,0 +1,189 @@
+"""What the processes of a simulation do: a trainer that publishes its steps, a receiver that keeps a directory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sim.library import N_VARIANTS, STATES
+from sim.process import Event
+from sim.scheduler import ViolationError
+
+from dcr_store.errors import ConflictError, DcrError, FencedError, OutcomeUnknownError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Protocol
+
+    from sim.scheduler import Actor
+    from sim.world import Role, World
+
+    from dcr_store.receive.member import Member
+    from dcr_store.receive.results import Applied
+    from dcr_store.store import Store
+
+    class Group(Protocol):
+        """A group as its judge sees it."""
+
+        name: str
+
+        def watch(self, member: Member) -> None:
+            """Note what a member prepares."""
+
+        def applied(self, version: str) -> None:
+            """Check a version that a member has applied."""
+
+
+def publisher(last_step: int, owner: str, *, takes_over: float = 0.0) -> Callable[[World, Role, Actor], None]:
+    """Return what a trainer does: publish each step up to `last_step`, once.
+
+    It goes on from what the log says, publishes against the head that it has seen, and ends when it is fenced and has a
+    successor.
+    """
+
+    def act(world: World, role: Role, actor: Actor) -> None:
+        store = world.store(actor)
+        variant = role.n_incarnations % N_VARIANTS
+        n_tries = 0
+        while True:
+            n_tries += 1
+            try:
+                with store:
+                    if _publish_next(world, role, store, last_step, owner, variant, takes_over):
+                        return
+            except FencedError:
+                world.count("fenced")
+                if role.newest is not actor:
+                    return
+            except ConflictError:
+                world.scheduler.sleep(world.rng.uniform(0.05, 0.5))
+            except OutcomeUnknownError:
+                world.count("outcome unknown")
+            except DcrError as error:
+                let_pass(error)
+                world.scheduler.sleep(0.2)
+            if world.rng.random() < 0.3:
+                store = world.store(actor)
+
+    return act
+
+
+def _publish_next(
+    world: World, role: Role, store: Store, last_step: int, owner: str, variant: int, takes_over: float
+) -> bool:
+    versions = store.log()
+    for info in versions[-1:]:
+        world.judge.told_version(info.version, info.root)
+    step = versions[-1].metadata["step"] + 1
+    if step > last_step:
+        return True
+    state = STATES[step, variant]
+    transaction = store.begin(
+        base=versions[-1].version,
+        metadata={"step": step},
+        owner=owner,
+        takeover=world.rng.random() < takes_over,
+        baseline=f"{role.host.root}/baseline",
+    )
+    if transaction.attempt:
+        world.count("resumed")
+    world.judge.intend(transaction.txid, transaction.attempt, state)
+    try:
+        with transaction:
+            for name, array in state.items():
+                transaction.write(name, array)
+            try:
+                info = transaction.commit()
+            except OutcomeUnknownError:
+                if world.rng.random() < 0.5:
+                    raise
+                world.count("committed again")
+                info = transaction.commit()
+    except FencedError:
+        world.judge.told_lost(transaction.txid, transaction.attempt)
+        raise
+    world.judge.told_version(info.version, info.root)
+    return False
+
+
+def puller(goals: list[str]) -> Callable[[World, Role, Actor], None]:
+    """Return what brings a directory to one version after the other, at somebody's command."""
+
+    def act(world: World, role: Role, actor: Actor) -> None:
+        store = world.store(actor)
+        while goals:
+            goal = goals[0]
+            try:
+                result = store.pull(role.host.target, goal)
+            except ConflictError:
+                world.count("target locked")
+                world.scheduler.sleep(world.rng.uniform(0.2, 1.0))
+                continue
+            except DcrError as error:
+                let_pass(error)
+                world.scheduler.sleep(0.2)
+                continue
+            world.judge.told_version(result.version, result.root)
+            world.counters["chunks healed"] += result.chunks_healed
+            world.judge.require_bits(role.host.target, int(goal.rpartition("@")[2]), "was pulled")
+            if goals and goals[0] == goal:
+                del goals[0]
+
+    return act
+
+
+def follower(last: int, group: Group | None = None) -> Callable[[World, Role, Actor], None]:
+    """Return what keeps a directory at the newest version, or at what its group decides, until ``main@last``."""
+
+    def act(world: World, role: Role, actor: Actor) -> None:
+        store = world.store(actor)
+        while True:
+            try:
+                if _follow(world, role, store, last, group):
+                    return
+            except FencedError:
+                world.count("member fenced")
+                if role.newest is not actor:
+                    return
+            except ConflictError:
+                world.scheduler.sleep(world.rng.uniform(0.1, 0.5))
+            except DcrError as error:
+                let_pass(error)
+                world.scheduler.sleep(0.2)
+
+    return act
+
+
+def _follow(world: World, role: Role, store: Store, last: int, group: Group | None) -> bool:
+    """Run a receiver; return whether it has come to the end."""
+    target, judge = role.host.target, world.judge
+
+    def on_applied(applied: Applied) -> None:
+        judge.told_version(applied.version, applied.root)
+        judge.require_bits(target, int(applied.version.rpartition("@")[2]), "was applied")
+        world.counters["chunks healed"] += applied.chunks_healed
+        world.counters["bytes from the spool"] += applied.nbytes_spooled
+        if group is not None:
+            group.applied(applied.version)
+
+    def on_failure(error: DcrError, wait_s: float) -> None:
+        let_pass(error)
+        world.count("target locked" if error.kind == "conflict" else "follower failed")
+
+    options = {} if group is None else {"group": group.name, "name": role.name}
+    with store.receiver(target, **options) as receiver:
+        receiver._stop = Event()  # type: ignore[assignment]
+        if group is not None:
+            group.watch(receiver._decider._member)  # type: ignore[attr-defined]
+        held = receiver.follow(until=f"main@{last}", on_applied=on_applied, on_failure=on_failure)
+        active = receiver.active()
+        assert active is not None
+        judge.told_version(active.version, active.root)
+        if held is not None:
+            judge.told_version(held.version, held.root)
+        return True
+
+
+def let_pass(error: DcrError) -> None:
+    """Let errors pass that faults explain; a damaged store or a wrong call is none of these."""
+    if error.kind not in ("storage", "outcome-unknown", "conflict", "fenced", "not-found"):
+        raise ViolationError(f"an error that no fault explains: {error!r}") from error

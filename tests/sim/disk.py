@@ -1,0 +1,322 @@
+"""Real files in memory whose writes may be lost: what a power loss leaves is what was synced, and any part of the rest.
+
+The code under test works on real files (tmpfs), through the real kernel; ``os`` is wrapped so that each call that
+changes something is a step of the simulation, and so that we know what is durable:
+
+- the content of a file as of its last fsync; of what was written since, any page may be there or not;
+- names (create, rename, remove, directories) in their order, as of the last fsync of a directory concerned; of what
+  was done since, a beginning may be there (a journal).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from sim.world import World
+
+PAGE_NBYTES: Final = 128  # real pages are larger, and so are real tensors
+_NAMES: Final = (
+    "open",
+    "pwrite",
+    "pwritev",
+    "ftruncate",
+    "fsync",
+    "replace",
+    "rename",
+    "unlink",
+    "remove",
+    "mkdir",
+    "rmdir",
+)
+REAL: Final = {name: getattr(os, name) for name in _NAMES}
+REAL_FLOCK: Final = fcntl.flock
+
+
+class Disk:
+    """One host's files.
+
+    Attributes
+    ----------
+    target : str
+        Where its receiver keeps a checkpoint.
+    has_changed : bool
+        Set by whatever changes a file of that; the judge looks, and resets it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = str(root)
+        root.mkdir()
+        self.target = os.path.join(self.root, "target")
+        self.durable: dict[int, bytes] = {}
+        self.journal: list[tuple[set[str], Callable[[], None]]] = []
+        self.has_changed = False
+
+    # ------------------------------------------------------------------ what was done
+
+    def changed(self, path: str) -> None:
+        self.has_changed |= path.startswith(self.target)
+
+    def named(self, undo: Callable[[], None], *paths: str) -> None:
+        self.changed(paths[-1])
+        self.journal.append(({os.path.dirname(path) for path in paths}, undo))
+
+    def synced(self, descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if os.path.isdir(path):
+            last = max((i for i, (parents, _) in enumerate(self.journal) if path in parents), default=-1)
+            del self.journal[: last + 1]
+        elif os.path.exists(path):
+            self.durable[os.stat(path).st_ino] = _read(path)
+
+    # ------------------------------------------------------------------ power loss
+
+    def lose_power(self, rng: Random) -> int:
+        """Make the files what they are when power comes back; return how many pages are not what was written."""
+        for _, undo in reversed(self.journal[int(rng.random() * (len(self.journal) + 1)) :]):
+            undo()
+        self.journal.clear()
+        n_reverted = 0
+        for parent, _, names in os.walk(self.root):
+            for name in names:
+                path = os.path.join(parent, name)
+                if not os.path.islink(path):
+                    n_reverted += self._tear(path, rng)
+        self.has_changed = True
+        return n_reverted
+
+    def _tear(self, path: str, rng: Random) -> int:
+        new, inode = _read(path), os.stat(path).st_ino
+        old = self.durable.get(inode, b"")
+        if old == new or rng.random() < 0.3:
+            self.durable[inode] = new  # it had been written back
+            return 0
+        nbytes = len(old) if rng.random() < 0.3 else len(new)
+        torn, n_reverted, chance = bytearray(nbytes), 0, rng.choice([0.1, 0.5, 0.9])
+        for start in range(0, nbytes, PAGE_NBYTES):
+            page = slice(start, start + PAGE_NBYTES)
+            is_lost = rng.random() < chance
+            n_reverted += is_lost
+            part = (old if is_lost else new)[page]
+            torn[start : start + len(part)] = part
+        _write(path, bytes(torn))
+        self.durable[inode] = bytes(torn)
+        return n_reverted
+
+
+def _read(path: str) -> bytes:
+    descriptor = REAL["open"](path, os.O_RDONLY)
+    try:
+        return os.pread(descriptor, 1 << 20, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: str, data: bytes) -> None:
+    descriptor = REAL["open"](path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        REAL["pwrite"](descriptor, data, 0)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------------- the wrapped calls
+
+
+class Calls:
+    """The wrapped calls of ``os``. Outside of a simulation, and outside of its files, they are the real ones."""
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+
+    def _disk(self, path: object, dir_fd: int | None = None) -> tuple[str, Disk | None]:
+        world = self.world
+        if world is None or world.scheduler.current is None:
+            return "", None
+        text = os.fspath(path)  # type: ignore[call-overload]
+        if dir_fd is not None:
+            text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)
+        if not text.startswith(world.root):
+            return text, None
+        for disk in world.disks:
+            if text.startswith(disk.root):
+                return text, disk
+        return text, None
+
+    def _disk_of(self, descriptor: int) -> tuple[str, Disk | None]:
+        world = self.world
+        if world is None or world.scheduler.current is None:
+            return "", None
+        return self._disk(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def _step(self, label: str) -> None:
+        assert self.world is not None
+        self.world.scheduler.step(label)
+
+    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        real = REAL["open"]
+        if not flags & (os.O_CREAT | os.O_TRUNC):
+            return int(real(path, flags, mode, dir_fd=dir_fd))
+        text, disk = self._disk(path, dir_fd)
+        if disk is None:
+            return int(real(path, flags, mode, dir_fd=dir_fd))
+        self._step(f"open {os.path.basename(text)}")
+        is_new = not os.path.lexists(text)
+        descriptor = int(real(path, flags, mode, dir_fd=dir_fd))
+        if is_new:
+            disk.named(lambda: _gone(text), text)
+        if flags & os.O_TRUNC:
+            disk.changed(text)
+        return descriptor
+
+    def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
+        return int(self._writing("pwrite", descriptor, [data], offset))
+
+    def pwritev(self, descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        return int(self._writing("pwritev", descriptor, buffers, offset))
+
+    def _writing(self, name: str, descriptor: int, buffers: Any, offset: int) -> int:
+        text, disk = self._disk_of(descriptor)
+        if disk is None:
+            return int(REAL["pwritev"](descriptor, buffers, offset))
+        assert self.world is not None
+        self._step(f"{name} {os.path.basename(text)} {offset}")
+        fate = self.world.fates.of_write(name)
+        if fate == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        disk.changed(text)
+        if fate in ("short", "torn"):
+            whole = b"".join(bytes(buffer) for buffer in buffers)
+            cut = whole[: max(1, int(self.world.rng.random() * len(whole)))]
+            n_written = int(REAL["pwrite"](descriptor, cut, offset))
+            if fate == "torn":
+                self.world.die()
+            return n_written
+        n_written = int(REAL["pwritev"](descriptor, buffers, offset))
+        if fate == "power at a write":
+            self.world.cut_power()
+        return n_written
+
+    def ftruncate(self, descriptor: int, nbytes: int) -> None:
+        text, disk = self._disk_of(descriptor)
+        if disk is not None:
+            self._step(f"ftruncate {os.path.basename(text)}")
+            disk.changed(text)
+        REAL["ftruncate"](descriptor, nbytes)
+
+    def fsync(self, descriptor: int) -> None:
+        text, disk = self._disk_of(descriptor)
+        if disk is not None:
+            self._step(f"fsync {os.path.basename(text)}")
+            disk.synced(descriptor)
+
+    def replace(self, source: Any, place: Any, **options: Any) -> None:
+        text, disk = self._disk(place)
+        if disk is None:
+            REAL["replace"](source, place, **options)
+            return
+        self._step(f"replace {os.path.basename(text)}")
+        before = os.fspath(source)
+        lost = _read(text) if os.path.isfile(text) else None
+        durable = disk.durable.get(os.stat(text).st_ino) if lost is not None else None
+        REAL["replace"](source, place, **options)
+
+        def undo() -> None:
+            if os.path.lexists(text):
+                REAL["replace"](text, before)
+            if lost is not None:
+                _write(text, lost)
+                if durable is not None:
+                    disk.durable[os.stat(text).st_ino] = durable
+
+        disk.named(undo, before, text)
+
+    rename = replace
+
+    def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
+        text, disk = self._disk(path, dir_fd)
+        if disk is None:
+            REAL["unlink"](path, dir_fd=dir_fd)
+            return
+        self._step(f"unlink {os.path.basename(text)}")
+        if os.path.islink(text) or not os.path.isfile(text):
+            REAL["unlink"](path, dir_fd=dir_fd)
+            return
+        lost, durable = _read(text), disk.durable.get(os.stat(text).st_ino)
+        REAL["unlink"](path, dir_fd=dir_fd)
+
+        def undo() -> None:
+            _write(text, lost)
+            if durable is not None:
+                disk.durable[os.stat(text).st_ino] = durable
+
+        disk.named(undo, text)
+
+    remove = unlink
+
+    def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        text, disk = self._disk(path, dir_fd)
+        if disk is not None and not os.path.isdir(text):
+            self._step(f"mkdir {os.path.basename(text)}")
+            REAL["mkdir"](path, mode, dir_fd=dir_fd)
+            disk.named(lambda: shutil.rmtree(text, ignore_errors=True), text)
+            return
+        REAL["mkdir"](path, mode, dir_fd=dir_fd)
+
+    def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
+        text, disk = self._disk(path, dir_fd)
+        if disk is None:
+            REAL["rmdir"](path, dir_fd=dir_fd)
+            return
+        self._step(f"rmdir {os.path.basename(text)}")
+        REAL["rmdir"](path, dir_fd=dir_fd)
+        disk.named(lambda: REAL["mkdir"](text), text)
+
+    def flock(self, descriptor: int, operation: int) -> None:
+        text, disk = self._disk_of(descriptor)
+        if disk is None:
+            REAL_FLOCK(descriptor, operation)
+            return
+        assert self.world is not None
+        actor = self.world.scheduler.current
+        assert actor is not None
+        if operation & fcntl.LOCK_EX:
+            self._step(f"flock {os.path.basename(text)}")
+            REAL_FLOCK(descriptor, operation)
+            actor.locks[descriptor] = os.fstat(descriptor).st_ino
+        else:
+            REAL_FLOCK(descriptor, operation)
+            actor.locks.pop(descriptor, None)
+
+
+def release(locks: dict[int, int]) -> None:
+    """Release the locks that a process still has when it dies, as the kernel does."""
+    for descriptor, inode in locks.items():
+        try:
+            if os.fstat(descriptor).st_ino == inode:
+                os.close(descriptor)
+        except OSError:
+            pass
+    locks.clear()
+
+
+CALLS: Final = Calls()
+
+
+def install() -> None:
+    """Wrap the calls, once for the process."""
+    for name in _NAMES:
+        setattr(os, name, getattr(CALLS, name))
+    fcntl.flock = CALLS.flock  # type: ignore[assignment]
+
+
+def _gone(path: str) -> None:
+    if os.path.lexists(path):
+        REAL["unlink"](path)

@@ -1,0 +1,267 @@
+"""What must hold after every step. Says so with its own eyes: it folds the log itself and reads files itself.
+
+Reading the bits of a version goes through the product's replay, and the result is compared with the arrays that the
+writer meant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sim.library import CHUNK_ELEMENTS, Library, State
+from sim.objects import PlainObjects
+from sim.scheduler import ViolationError
+
+from dcr_store.errors import DcrError
+from dcr_store.format.documents import StoreDocument
+from dcr_store.format.names import STORE_KEY
+from dcr_store.log.line import LineLog
+from dcr_store.targets.memory import MemoryTarget
+from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.replay import everywhere, replay
+from dcr_store.versions.route import route
+
+if TYPE_CHECKING:
+    from sim.disk import Disk
+
+
+@dataclass
+class LineFold:
+    """One line's log, as the spec says that it folds (docs/spec/v1.md §9)."""
+
+    last_sha256: str
+    length: int = 0
+    open: dict[str, Any] | None = None
+    attempt: int = 0
+    versions: list[dict[str, Any]] = field(default_factory=list)  # commit records
+    steps: list[object] = field(default_factory=list)  # what the begin of each said
+
+    def advance(self, data: bytes) -> dict[str, Any]:
+        """Fold one record; ``ViolationError`` if it is illegal."""
+        record: dict[str, Any] = json.loads(data)
+        where = f"record {self.length} ({record['kind']})"
+        _require(record["seq"] == self.length, f"{where} has number {record['seq']}")
+        _require(record["prev"] == self.last_sha256, f"{where} does not follow the one before")
+        kind, pending = record["kind"], self.open
+        if kind == "begin":
+            _require(pending is None, f"{where}: a transaction is open")
+            _require(record["version"] == len(self.versions), f"{where} begins version {record['version']}")
+            root = record["base"] and record["base"]["root"]
+            _require(root == (self.versions[-1]["root"] if self.versions else None), f"{where}: base is not the head")
+            self.open, self.attempt = record, 0
+        else:
+            _require(pending is not None and pending["txid"] == record["txid"], f"{where}: it is not open")
+            assert pending is not None
+            if kind == "resume":
+                _require(record["attempt"] == self.attempt + 1, f"{where} has attempt {record['attempt']}")
+                self.attempt += 1
+            elif kind == "commit":
+                _require(record["attempt"] == self.attempt, f"{where}: a fenced attempt commits: {record['attempt']}")
+                _require(record["version"] == pending["version"], f"{where} commits version {record['version']}")
+                self.versions.append(record)
+                self.steps.append(pending["metadata"].get("step"))
+                self.open = None
+            else:
+                _require(kind == "abort", f"{where} is of no known kind")
+                self.open = None
+        self.length += 1
+        self.last_sha256 = hashlib.sha256(data).hexdigest()
+        return record
+
+
+class Judge:
+    """Follows the bucket and the disks of one simulation."""
+
+    def __init__(self, library: Library, objects: dict[str, bytes]) -> None:
+        self.objects = objects
+        self.states: list[State] = list(library.states)
+        self.trees = list(library.trees)
+        store = objects[STORE_KEY]
+        self.line = LineFold(hashlib.sha256(store).hexdigest())
+        while (data := objects.get(_record_key(self.line.length))) is not None:
+            self.line.advance(data)
+        self.intents: dict[tuple[str, int], State] = {}
+        self.lost: set[tuple[str, int]] = set()
+        self.catalog = Catalog(
+            PlainObjects(objects), StoreDocument.from_bytes(store), hashlib.sha256(store).hexdigest()
+        )
+        self.catalog._cache = OrderedDict(library.cache)
+        self._held: tuple[int, MemoryTarget] | None = None
+        self._markers: dict[str, tuple[tuple[int, int], int | None]] = {}
+        self.on_group_record: Callable[[str, int, bytes], None] = lambda group, seq, data: None
+
+    # ------------------------------------------------------------------ objects
+
+    def on_put(self, key: str, data: bytes, before: bytes | None) -> None:
+        """Look at an object that has just been stored over `before`."""
+        if before is not None:
+            derived = key.endswith("/latest.json") or "/checkpoints/" in key
+            _require(derived or before == data, f"{key} is written with two contents")
+            return
+        if key.startswith("log/main/") and key.count("/") == 2 and not key.endswith("latest.json"):
+            number = int(key.rpartition("/")[2].removesuffix(".json"))
+            _require(number == self.line.length, f"{key}: the log has {self.line.length} records")
+            if self.line.advance(data)["kind"] == "commit":
+                self._committed()
+        elif key.startswith("groups/") and "/log/" in key and key.rpartition("/")[2][:20].isdecimal():
+            self.on_group_record(key.split("/")[1], int(key.rpartition("/")[2][:20]), data)
+
+    def _committed(self) -> None:
+        """Check a version that has just become visible: it holds what its writer meant."""
+        record, number = self.line.versions[-1], len(self.line.versions) - 1
+        attempt = record["txid"], record["attempt"]
+        _require(attempt in self.intents, f"main@{number}: nobody has meant to commit it")
+        _require(attempt not in self.lost, f"main@{number} is committed, and its writer was told that it was not")
+        state = self.intents[attempt]
+        self.states.append(state)
+        self.trees.append(None)
+        before = [step for step in self.line.steps[:-1] if step == self.line.steps[-1]]
+        _require(not before, f"main@{number} publishes step {self.line.steps[-1]}, which was published already")
+        try:
+            self._read(number, state)
+        except DcrError as error:
+            raise ViolationError(f"main@{number} cannot be read: {error}") from error
+
+    def _read(self, number: int, state: State) -> None:
+        located = self.located(number)
+        path = route(self.catalog, located).path
+        held, target = self._held or (-1, None)
+        if target is None or held != number - 1 or target.layout is not path.target.layout or path.target.is_anchor:
+            target = MemoryTarget(path.target.layout, CHUNK_ELEMENTS)
+            places = everywhere(path, -1)
+        else:
+            places = everywhere(path, path.goal - 1)
+        self._held = None
+        replay(self.catalog.objects, path, target, places)
+        self._held = number, target
+        found = {name: tensor.bits.tobytes() for name, tensor in target.tensors().items()}
+        _require(found == {name: array.tobytes() for name, array in state.items()}, f"main@{number} has other bits")
+
+    def located(self, number: int) -> Located:
+        log = self.catalog.log("main")
+        log.refresh()
+        row = log.row(number)
+        assert row is not None
+        return Located("main", row)
+
+    def look_at_all(self) -> None:
+        """Check the whole log with the product's eyes too, from its first record on, and each version's root."""
+        log = LineLog(self.catalog.objects, "main", self.catalog.store_sha256)
+        found = [json.loads(data) for _, data in log.records()]
+        _require(len(found) == self.line.length, f"the log has {len(found)} records, and had {self.line.length}")
+        rows = Catalog(self.catalog.objects, self.catalog.document, self.catalog.store_sha256).fresh("main").rows()
+        roots = [record["root"] for record in self.line.versions]
+        _require([row.root for row in rows] == roots, "opened anew, the line has other versions")
+
+    # ------------------------------------------------------------------ what writers were told
+
+    def intend(self, txid: str, attempt: int, state: State) -> None:
+        """A writer is about to commit `state`."""
+        self.intents[txid, attempt] = state
+
+    def told_lost(self, txid: str, attempt: int) -> None:
+        """A writer was told that nothing of its attempt is committed, nor will be."""
+        self.lost.add((txid, attempt))
+        for number, record in enumerate(self.line.versions):
+            _require(
+                (record["txid"], record["attempt"]) != (txid, attempt),
+                f"main@{number} was committed, and its writer is told that it was not",
+            )
+
+    def told_version(self, name: str, root: str) -> None:
+        """Somebody was told that a version is committed."""
+        number = int(name.rpartition("@")[2])
+        versions = self.line.versions
+        _require(number < len(versions), f"{name} is shown to somebody, and not committed")
+        _require(versions[number]["root"] == root, f"{name} is shown to somebody with another root")
+
+    # ------------------------------------------------------------------ disks
+
+    def look_at(self, disk: Disk) -> None:
+        """Check a target that has changed: a clean marker tells the truth."""
+        version = self._clean_version(disk)
+        if version is not None:
+            self.require_bits(disk.target, version, "is marked clean")
+
+    def look_at_baseline(self, directory: str) -> None:
+        """Check a baseline's note: it is never ahead of the log."""
+        try:
+            note = json.loads(Path(directory, "baseline.json").read_bytes())
+        except (OSError, ValueError):
+            return
+        self.told_version(note["version"], note["root"])
+
+    def _clean_version(self, disk: Disk) -> int | None:
+        path = Path(disk.target, ".dcr", "marker.json")
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        seen, version = self._markers.get(disk.target, (None, None))
+        found = status.st_ino, status.st_mtime_ns
+        if seen != found:
+            version = None
+            try:
+                body = json.loads(path.read_bytes())["body"]
+                if body["state"] == "clean":
+                    version = int(body["target"].rpartition("@")[2])
+            except (ValueError, KeyError, TypeError):
+                pass  # torn, and so not clean
+            self._markers[disk.target] = found, version
+        return version
+
+    def require_bits(self, directory: str, number: int, why: str) -> None:
+        """Require that a directory holds a version, bit for bit, file for file where it was published as files."""
+        _require(number < len(self.states), f"{directory} {why} as main@{number}, which is not committed")
+        wanted = self.trees[number]
+        if wanted is not None:
+            _require(_tree(directory) == wanted, f"{directory} {why} as main@{number} and holds other files or bits")
+            return
+        found = {}
+        for path, data in _tree(directory).items():
+            try:
+                found.update(_tensors(data))
+            except (ValueError, KeyError, TypeError, struct.error) as error:
+                raise ViolationError(f"{directory} {why} as main@{number}, and {path} is torn: {error}") from error
+        state = {name: array.tobytes() for name, array in self.states[number].items()}
+        _require(found == state, f"{directory} {why} as main@{number} and holds other bits")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ViolationError(message)
+
+
+def _record_key(seq: int) -> str:
+    return f"log/main/{seq:020d}.json"
+
+
+def _tree(directory: str) -> dict[str, bytes]:
+    found = {}
+    for parent, directories, files in os.walk(directory):
+        if ".dcr" in directories:
+            directories.remove(".dcr")
+        for name in files:
+            path = Path(parent, name)
+            found[str(path.relative_to(directory))] = path.read_bytes()
+    return found
+
+
+def _tensors(data: bytes) -> dict[str, bytes]:
+    """Return the tensors of a safetensors file."""
+    (nbytes,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + nbytes])
+    begin = 8 + nbytes
+    return {
+        name: data[begin + row["data_offsets"][0] : begin + row["data_offsets"][1]]
+        for name, row in header.items()
+        if name != "__metadata__"
+    }

@@ -1,0 +1,109 @@
+"""What the simulations start from, made once: states of a tiny model, and stores with some versions of them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from sim.objects import PlainObjects
+from states import tree, write_hf
+
+from dcr_store.format import canonical
+from dcr_store.format.documents import StoreDocument
+from dcr_store.format.names import STORE_KEY
+from dcr_store.store import Store
+from dcr_store.versions.catalog import Catalog
+
+State = dict[str, np.ndarray[Any, Any]]
+CHUNK_ELEMENTS: Final = 64
+N_STEPS: Final = 6
+N_VARIANTS: Final = 3
+
+
+def _states() -> dict[tuple[int, int], State]:
+    """Return the state of each step as each start of the trainer computes it: they differ in a few elements."""
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 1 << 16, 150, np.uint16), rng.integers(0, 1 << 8, 40, np.uint8)
+    states: dict[tuple[int, int], State] = {}
+    for step in range(N_STEPS):
+        a, b = a.copy(), b.copy()
+        a[rng.integers(0, 150, 6)] ^= 1
+        b[rng.integers(0, 40, 1)] ^= 3
+        for variant in range(N_VARIANTS):
+            own = a.copy()
+            own[:3] ^= variant
+            states[step, variant] = {"a": own, "b": b}
+            if step == 4:
+                states[step, variant]["c"] = np.arange(9, dtype=np.uint8)  # another layout
+    return states
+
+
+STATES: Final = _states()
+
+
+@dataclass(frozen=True)
+class Library:
+    """A store that is there when a simulation begins.
+
+    Attributes
+    ----------
+    objects : dict of str to bytes
+        What is stored.
+    states : list of State
+        What each version of ``main`` holds.
+    trees : list of dict or None
+        The files of each version, for those published as checkpoints.
+    cache : mapping
+        What a catalog keeps of them, for judges: they begin with it.
+    """
+
+    objects: dict[str, bytes]
+    states: list[State]
+    trees: list[dict[str, bytes] | None]
+    cache: Mapping[tuple[str, str], tuple[object, int]]
+
+
+def _new_store() -> tuple[Store, PlainObjects]:
+    objects = PlainObjects({})
+    document = StoreDocument(
+        "5f0b61d7c9a84e3f92d01c7e6a4b8835", "dcr.delta", CHUNK_ELEMENTS, "2026-01-01T00:00:00.000Z"
+    )
+    objects.put(STORE_KEY, document.to_bytes())
+    return Store(objects, document, canonical.sha256(document.to_bytes())), objects
+
+
+def _library(store: Store, objects: PlainObjects, states: list[State], trees: list[dict[str, bytes] | None]) -> Library:
+    catalog = Catalog(objects, store._document, canonical.sha256(objects.get(STORE_KEY)))
+    for number in range(len(states)):
+        catalog.contents(catalog.resolve(f"main@{number}"))
+    return Library(objects.objects, states, trees, catalog._cache)
+
+
+def short() -> Library:
+    """One version, of single tensors."""
+    store, objects = _new_store()
+    with store, store.begin(metadata={"step": 0}, owner="library") as transaction:
+        for name, array in STATES[0, 0].items():
+            transaction.write(name, array)
+    return _library(store, objects, [STATES[0, 0]], [None])
+
+
+def long() -> Library:
+    """Six versions, published as checkpoints: in one file, in two, with another tensor, and back."""
+    store, objects = _new_store()
+    root = Path(tempfile.mkdtemp(prefix="dcr-sim-library-"))
+    states, trees = [], []
+    with store:
+        for step in range(N_STEPS):
+            directory = write_hf(root / str(step), STATES[step, 0], 2 if step in (2, 3) else 1, step if step > 1 else 0)
+            with store.begin(metadata={"step": step}, owner="library") as transaction:
+                transaction.write_checkpoint(directory)
+            states.append(STATES[step, 0])
+            trees.append(tree(directory))
+    shutil.rmtree(root)
+    return _library(store, objects, states, list(trees))

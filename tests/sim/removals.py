@@ -1,0 +1,220 @@
+"""The safety rules, each taken out alone: the simulation has to find out that it is gone.
+
+A removal patches the product in this process; the product has no switch for any of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from sim import objects
+
+from dcr_store.codec.digest import crc64, zeros_digest
+from dcr_store.errors import FencedError, OutcomeUnknownError
+from dcr_store.format.names import TransactionKeys, ack_prefix
+from dcr_store.format.records import Commit
+from dcr_store.layout.dtypes import width
+from dcr_store.log import fold, record_log
+from dcr_store.log.group import AckReader, AckRef
+from dcr_store.objects.retry import Backoff, TransientError
+from dcr_store.publish import committing, partitions, state, transaction
+from dcr_store.receive import pull
+from dcr_store.targets import marker, paths
+from dcr_store.targets.directory import DirectoryTarget
+
+Removal = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def _patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes while the context is open."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def fencing() -> contextlib.AbstractContextManager[None]:
+    """A writer commits as long as its transaction is open, whoever resumed it meanwhile."""
+
+    def require_ours(self: Any, line: Any) -> None:
+        if line.open is None or line.open.txid != self.txid:
+            self._state = "fenced"
+            raise FencedError("the transaction is over", key=self.txid)
+
+    apply = fold.apply
+
+    def lenient(line: Any, record: Any, data: bytes) -> Any:
+        if isinstance(record, Commit) and line.open is not None:
+            line = replace(line, open=replace(line.open, attempt=record.attempt))
+        return apply(line, record, data)
+
+    return _patched((transaction.Transaction, "_require_ours", require_ours), (fold, "apply", lenient))
+
+
+def judged_prefix() -> contextlib.AbstractContextManager[None]:
+    """A record goes to the end of the log as it is now, not to the number on whose prefix it was decided."""
+
+    def append(self: Any, decide: Callable[[Any], Any]) -> Any:
+        self._resolve()
+        line = self._refresh()
+        while True:
+            record = decide(line)
+            line = self._refresh()
+            record = replace(record, seq=line.length, prev=line.last_sha256)
+            if self._put(self._key(line.length), record.to_bytes()):
+                self._refresh()
+                return record
+
+    return _patched((record_log.RecordLog, "_append", append))
+
+
+def read_back() -> contextlib.AbstractContextManager[None]:
+    """A put-if-absent that finds the key taken has lost, also when an earlier try of it may have taken effect."""
+
+    def resolving(policy: Any, key: str, data: Any, create: Callable[[], bool], read: Callable[[], bytes]) -> bool:
+        backoff = Backoff(policy)
+        while True:
+            try:
+                return create()
+            except TransientError as error:
+                if not backoff.wait():
+                    raise OutcomeUnknownError("no answer", key=key) from error
+
+    def append_commit(log: Any, proposal: Any, require_ours: Callable[[Any], None]) -> Any:
+        with _patched((log, "row", lambda version: None)), contextlib.suppress(AssertionError):
+            original(log, proposal, require_ours)
+        return log.row(proposal.manifest.version)
+
+    original = committing.append_commit
+    return _patched((objects, "resolving", resolving), (transaction, "append_commit", append_commit))
+
+
+def own_attempt_directory() -> contextlib.AbstractContextManager[None]:
+    """All attempts of a transaction write manifest and tables to the same place."""
+    return _patched((TransactionKeys, "attempt", lambda self, attempt: f"{self.prefix}attempts/0/"))
+
+
+def own_incarnation_directory() -> contextlib.AbstractContextManager[None]:
+    """All incarnations of a writer write their partitions to the same place."""
+    return _patched((transaction, "new_incarnation", lambda: "0" * 16))
+
+
+def adopted_by_content() -> contextlib.AbstractContextManager[None]:
+    """A writer takes its earlier incarnation's partition for its own without having got the same bytes."""
+
+    class Loose(dict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            return next((item for (array, index, _), item in self.items() if (array, index) == key[:2]), default)
+
+    read = partitions.read_durable
+    return _patched((transaction, "read_durable", lambda *arguments: Loose(read(*arguments))))
+
+
+def base_digests() -> contextlib.AbstractContextManager[None]:
+    """A writer trusts its baseline: nobody compares the bits that it compared with, with the base."""
+    encode, tables = state.encode_delta, state.new_tables
+
+    def encode_delta(codec: Any, space: str, chunk: int, base: Any, base_digest: int, new: Any) -> Any:
+        found = crc64(base)
+        encoded = encode(codec, space, chunk, base, found, new)
+        return None if encoded is None else replace(encoded, base=base_digest)
+
+    def new_tables(lengths: Any, base: Any, rows: Any, chunk_elements: int) -> Any:
+        if base is not None:
+            rows = {space: table.copy() for space, table in rows.items()}
+            for space, table in rows.items():
+                zero = np.uint64(zeros_digest(chunk_elements * width(space)))
+                table[:, 3] = base[space][table[:, 0].astype(np.int64)] ^ zero
+        return tables(lengths, base, rows, chunk_elements)
+
+    return _patched((state, "encode_delta", encode_delta), (committing, "new_tables", new_tables))
+
+
+def dirty_marker() -> contextlib.AbstractContextManager[None]:
+    """A target is written without a note that says so before."""
+    write = pull.write_marker
+    return _patched((pull, "write_marker", lambda root, note: None if note.state == "dirty" else write(root, note)))
+
+
+def sync_before_clean() -> contextlib.AbstractContextManager[None]:
+    """A target is marked clean before what was written is durable."""
+    return _patched((DirectoryTarget, "sync", lambda self: None))
+
+
+def durable_marker_name() -> contextlib.AbstractContextManager[None]:
+    """The marker is renamed to its place, and the directory is not synced."""
+    nothing = lambda place: None  # noqa: E731
+    return _patched((marker, "fsync_directory", nothing), (paths, "fsync_directory", nothing))
+
+
+def target_lock() -> contextlib.AbstractContextManager[None]:
+    """Two processes may write a target at once."""
+    return _patched((pull, "lock", lambda root: contextlib.nullcontext()))
+
+
+def chunks_judged_by_digest() -> contextlib.AbstractContextManager[None]:
+    """A target is taken for what its marker says that it was before: chunks are not looked at."""
+
+    def classify(path: Any, found: Any, candidates: Any) -> Any:
+        first = next(iter([*candidates]), path.goal)
+        return pull.everywhere(path, first)
+
+    return _patched((pull, "classify", classify))
+
+
+def acknowledging_incarnation() -> contextlib.AbstractContextManager[None]:
+    """What a member acknowledged counts for all its later incarnations."""
+
+    def read(self: Any, kind: str, subject: Any, members: Any) -> Any:
+        found = {}
+        prefix = ack_prefix(self._group, subject.version, kind)
+        for file in self._objects.list_names(prefix):
+            name, _, proposal, _ = file.split(".")
+            if name in members and int(proposal) == subject.proposal:
+                found[name] = AckRef(name, members[name], "0" * 64)
+        return found
+
+    return _patched((AckReader, "read", read))
+
+
+def acknowledged_proposal() -> contextlib.AbstractContextManager[None]:
+    """What a member acknowledged of a version counts whenever that version is proposed again."""
+
+    def read(self: Any, kind: str, subject: Any, members: Any) -> Any:
+        found = {}
+        prefix = ack_prefix(self._group, subject.version, kind)
+        for file in self._objects.list_names(prefix):
+            name, incarnation, _, _ = file.split(".")
+            if members.get(name) == incarnation:
+                found[name] = AckRef(name, incarnation, "0" * 64)
+        return found
+
+    return _patched((AckReader, "read", read))
+
+
+REMOVALS: Final[dict[str, tuple[Removal, str]]] = {
+    "fencing by attempt": (fencing, "publishing"),
+    "number on the judged prefix": (judged_prefix, "publishing"),
+    "number on the judged prefix, groups": (judged_prefix, "grouping"),
+    "read-back after unknown outcome": (read_back, "publishing"),
+    "own attempt directory": (own_attempt_directory, "publishing"),
+    "own incarnation directory": (own_incarnation_directory, "publishing"),
+    "partitions adopted by content": (adopted_by_content, "publishing"),
+    "base digests": (base_digests, "publishing"),
+    "dirty marker before writing": (dirty_marker, "receiving"),
+    "sync before clean": (sync_before_clean, "receiving"),
+    "marker's name synced": (durable_marker_name, "receiving"),
+    "lock of the target": (target_lock, "receiving"),
+    "chunks judged by digest": (chunks_judged_by_digest, "receiving"),
+    "incarnation in acknowledgements": (acknowledging_incarnation, "grouping"),
+    "proposal in acknowledgements": (acknowledged_proposal, "grouping"),
+}
