@@ -103,7 +103,7 @@ class Follow:
             return None if self._once else self._rests.next()
         if self._once and self._at_most is None:
             self._at_most = goal.row.version  # what comes meanwhile is for another time
-        if step.may_apply and same(self._keeper.held, goal):
+        if step.may_apply and same(self._keeper.held, goal) and self._keeper.is_checked:
             self._arrive(goal)
             return None if self._is_end(step, goal) else self._rests.next()
         if self._blocked.holds(goal.name, time.monotonic()):
@@ -121,6 +121,10 @@ class Follow:
 
     def _go(self, step: Step, goal: Located) -> float:
         """Prepare the goal and, if that may be, bring the target there."""
+        if step.may_apply and same(self._keeper.held, goal):
+            checked = self._keeper.bring(goal)  # writes what is not as it should be, and mostly nothing is
+            self._untold = self._last = checked if checked.chunks_written else None
+            return 0.0
         preparation = self._keeper.begin(goal)
         if preparation is None:
             if not step.may_apply:

@@ -46,8 +46,11 @@ class Keeper:
         The store, seen through the spool.
     held : Located or None
         The version that the target surely holds; None if it is on its way, or nothing is known of it.
+    is_checked : bool
+        Whether the target was looked at, bit by bit, since this process has it; what a target says of itself may be
+        older than its bits.
     active : Active or None
-        The same, unless it may not be served yet.
+        The version held, unless it may not be served yet.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Keeper:
         self._through = SpooledObjects(objects, spool)
         self.catalog = Catalog(self._through, document, store_sha256)
         self.held: Located | None = None
+        self.is_checked = False
         self.active: Active | None = None
         self._objects, self._store_sha256 = objects, store_sha256
         self._log = self.catalog.log(line)
@@ -221,7 +225,7 @@ class Keeper:
             raise
         finally:
             self.drop_preparation()
-        self.held, self._knows_held = goal, True
+        self.held, self._knows_held, self.is_checked = goal, True, True
         if serves:
             self._served = goal
         self._tell_active()

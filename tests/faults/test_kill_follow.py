@@ -16,7 +16,6 @@ from faults.test_kill_pull import HARMS
 from states import tree
 
 from dcr_store.store import Store
-from dcr_store.targets.marker import Marker, read_marker
 
 Job = dict[str, object]
 FAST = {"rest_s": 0.05}
@@ -167,12 +166,6 @@ def spool_left(spool: Path, rng: random.Random) -> None:
 SPOOL_HARMS = [spool_left, spool_damaged, spool_deleted]
 
 
-def is_done(target: Path, version: str) -> bool:
-    """Whether a target says that it holds a version: everything is synced then, and no power loss reverts it."""
-    marker = read_marker(target)
-    return isinstance(marker, Marker) and (marker.state, marker.target) == ("clean", version)
-
-
 # In place, and by files that are built beside; the latter and all points on the slow server in campaigns only.
 CAMPAIGN = OCCURRENCES > 1
 PLACED = [("directory", (1, 2)), ("s3", (1, 2)), *([("directory", (2, 3)), ("s3", (2, 3))] if CAMPAIGN else [])]
@@ -206,7 +199,7 @@ def test_a_follower_killed_at_every_point(
 
     # While it is open: killed at each point of spooling.
     open_points = ["transfer.before", "transfer.fetched", "spool.written", "spool.stored", "stream.journaled"]
-    for point in open_points:
+    for point in open_points if CAMPAIGN or place.options is None else open_points[2:3]:
         reset()
         assert nursery.run(**job, kill=[point, 3]).killed, point
         assert_checkpoint(target, checkpoints[way[0]], own=False)
@@ -216,12 +209,12 @@ def test_a_follower_killed_at_every_point(
     settled(target, checkpoints[way[1]])
     reset()
     points = nursery.finish(**job).points
-    chosen = strikes(points)[:: 1 if CAMPAIGN or place.options is None else 8]
+    chosen = strikes(points)[:: 1 if CAMPAIGN or place.options is None else 12]
     assert {"receiver.apply.before", "receiver.apply.after", "spool.stored", "pull.dirty", "pull.clean"} <= set(points)
     for nth, strike in enumerate(chosen):
         reset()
         assert nursery.run(**job, kill=strike).killed or strike[1] > 1, strike
-        if nth % 3 == 0 and not is_done(target, "main@1"):
+        if nth % 3 == 0:
             HARMS[nth // 3 % len(HARMS)](target, old, rng)
         harm = SPOOL_HARMS[nth % len(SPOOL_HARMS)]
         harm(spool, rng)
@@ -266,7 +259,7 @@ def test_followers_and_writers_killed_at_random(
     publish(store, checkpoints[1])
     targets, spool = [scratch / "a", scratch / "b"], scratch / "spool"
     n_struck = 0
-    n_rounds = KILLS // 2 if place.options is None else max(2, KILLS // 6)
+    n_rounds = KILLS // 2 if place.options is None else max(1, KILLS // 12)
     for number in range(1, n_rounds + 1):
         checkpoint = checkpoints[1 + number % 4]
         children: list[Child] = []
