@@ -93,9 +93,10 @@ class Streaming:
         prefix = f"{keys.prefix}journal/"
         new = [key for key in self._transfers.objects.list(prefix) if key not in self._read]
         tag = Tag(self._family, pending.version, pending.txid)
-        for key, entry in zip(new, map_bounded(self._entry, new), strict=True):
-            if entry is not None and self._is_of(entry, key.removeprefix(prefix), pending):
-                self._take(entry, keys, tag)
+        read = zip(new, map_bounded(self._entry, new), strict=True)
+        named = [entry for key, entry in read if entry and self._is_of(entry, key.removeprefix(prefix), pending)]
+        for entry in sorted(named, key=lambda entry: -entry.attempt):
+            self._take(entry, keys, tag)
         places = self._places.values()
         for item in places:
             if item.future.done() and not item.future.cancelled() and isinstance(item.future.exception(), StorageError):

@@ -13,6 +13,7 @@ import pytest
 from faults.processes import Child, Nursery
 from faults.scenes import KILLS, OCCURRENCES, SMALL, Place, assert_checkpoint, seeded, strikes
 from faults.test_kill_pull import HARMS
+from relays import RelayProcess
 from states import tree
 
 from dcr_store.store import Store
@@ -353,3 +354,48 @@ def test_members_killed_at_every_point(nursery: Nursery, local: Place, scratch: 
         for target in targets:
             settled(target, checkpoint)
         assert store.group("eu").status().active == f"main@{version}"
+
+
+# ------------------------------------------------------------------ through a relay
+
+
+def test_followers_behind_a_relay_that_is_killed(
+    nursery: Nursery, local: Place, scratch: Path, checkpoints: list[Path]
+) -> None:
+    """Followers are killed at each step; then the relay dies, and comes back with its cache."""
+    store = local.create()
+    publish(store, checkpoints[1])
+    target, cache = scratch / "target", scratch / "cache"
+    with RelayProcess(local.url, directory=cache) as relay:
+        job: Job = {"do": "follow", "directory": str(target), "store": relay.url, **FAST}
+        nursery.finish(**job, until="main@0")
+        publish(store, checkpoints[2])
+        for point in (
+            "transfer.fetched",
+            "spool.stored",
+            "receiver.apply.before",
+            "replay.chunk.written",
+            "pull.clean",
+        ):
+            assert nursery.run(**job, until="main@1", kill=[point, 1]).killed, point
+        outcome = nursery.finish(**job, until="main@1")
+        assert outcome.told["fetched"] == 0, "it was spooled before the kills"
+        settled(target, checkpoints[2])
+        writing = {"do": "publish", "checkpoint": str(checkpoints[3]), "owner": "trainer", **SMALL, **local.job}
+        writer = nursery.start(**writing, stop=["log.commit.before", 1])
+        writer.wait_stopped()
+        follower = nursery.start(**job, until="main@2")
+        spool = target / ".dcr" / "spool"
+        wait_for(
+            lambda: any("." in name for name in spooled(spool)), "it is spooled through the relay while it is open"
+        )
+        port = int(relay.url.rpartition(":")[2])
+        relay.kill()
+        writer.signal(signal.SIGCONT)
+        assert writer.wait().ok
+        time.sleep(1.0)
+        settled(target, checkpoints[2])
+    with RelayProcess(local.url, directory=cache, port=port):
+        outcome = follower.wait()
+    assert outcome.ok, outcome.message
+    settled(target, checkpoints[3])

@@ -20,6 +20,7 @@ from dcr_store.errors import ConflictError, DcrError, IntegrityError, InvalidInp
 from dcr_store.objects.open import open_objects
 from dcr_store.payload.version import fetch
 from dcr_store.publish import partitions
+from dcr_store.publish.opening import LIVE
 from dcr_store.publish.transaction import Transaction
 from dcr_store.receive import following, pacing
 from dcr_store.receive.bringing import DirectoryBringer
@@ -316,6 +317,34 @@ def test_what_a_fenced_attempt_stored_does_not_count(
         assert set(fetched(watched).values()) == {1}
 
 
+def test_of_two_attempts_the_later_one_is_fetched(
+    store: Store, follower: Store, watched: Watched, url: str, tmp_path: Path
+) -> None:
+    """The receiver comes when both have journaled the same places, with other bits."""
+    commit(store, 0)
+    store.pull(tmp_path / "target")
+    first = store.begin(owner="run")
+    write(first, 1, range(4))
+    LIVE.discard(first.txid)  # as if its process had been killed
+    with dcr_store.open(url) as other, follower.receiver(tmp_path / "target") as receiver:
+        second = other.begin(owner="run")
+        assert (second.txid, second.attempt) == (first.txid, 1)
+        write(second, 2, range(3))
+        wait_until_spooled(receiver, 8)
+        seen = receiver.poll().open
+        assert seen is not None
+        assert (seen.attempt, seen.n_partitions) == (1, 8)
+        by_incarnation = Counter(key.partition("/data/w0.")[2][:16] for key in fetched(watched))
+        assert by_incarnation == {
+            second._writer.partitions.incarnation: 6,
+            first._writer.partitions.incarnation: 2,
+        }
+        write(second, 2, range(3, N_TENSORS))
+        second.commit()
+        receiver.follow(once=True)
+        assert holds(tmp_path / "target", 2)
+
+
 def test_a_resumed_transaction_is_not_fetched_again(
     store: Store, follower: Store, watched: Watched, url: str, tmp_path: Path
 ) -> None:
@@ -326,8 +355,6 @@ def test_a_resumed_transaction_is_not_fetched_again(
         first = store.begin(owner="run")
         write(first, 1, range(4))
         wait_until_spooled(receiver, 8)
-        from dcr_store.publish.opening import LIVE
-
         LIVE.discard(first.txid)  # as if its process had been killed
         watched.requests.clear()
         second = other.begin(owner="run")
@@ -627,7 +654,7 @@ def test_somebody_elses_directory_is_left_alone(store: Store, tmp_path: Path) ->
         wait_until_spooled(receiver, 4)
         for _ in range(2):
             with pytest.raises(InvalidInputError, match="no version of this store"):
-                receiver.follow()
+                receiver.follow(until="main@0")
         with pytest.raises(InvalidInputError, match="no version of this store"):
             receiver.prepare("main@0")
     assert tree(target) == before
@@ -647,7 +674,7 @@ def test_a_spool_in_a_directory_makes_it_nobodys(store: Store, tmp_path: Path) -
     write_hf(target, {"w": np.zeros(10, np.int8)})
     before = tree(target)
     with store.receiver(target) as receiver, pytest.raises(InvalidInputError, match="no version of this store"):
-        receiver.follow()
+        receiver.follow(until="main@0")
     with pytest.raises(InvalidInputError, match="no version of this store"):
         store.pull(target)
     assert tree(target) == before
