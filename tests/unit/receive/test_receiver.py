@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from watched import Watched
 
 import dcr_store
 from dcr_store.errors import ConflictError, DcrError, IntegrityError, InvalidInputError, NotFoundError, StorageError
+from dcr_store.format.documents import JournalEntry
 from dcr_store.objects.open import open_objects
 from dcr_store.payload.version import fetch
 from dcr_store.publish import partitions
@@ -384,6 +386,11 @@ def test_a_journal_that_lies_is_not_believed(store: Store, tmp_path: Path) -> No
         objects.put(keys[0], b"{")
         objects.put(f"{prefix}journal/stranger.0123456789abcdef.000000.json", stored[keys[1]])
         objects.put(f"{prefix}journal/notes.txt", b"hello")
+        entry = JournalEntry.from_bytes(stored[keys[1]], keys[1])
+        stranger = replace(entry, writer="stranger", partitions=(replace(entry.partitions[0], index=77),))
+        objects.put(f"{prefix}journal/stranger.{entry.incarnation}.{entry.seq:06d}.json", stranger.to_bytes())
+        zombie = replace(entry, txid="0" * 32, seq=9, partitions=(replace(entry.partitions[0], index=78),))
+        objects.put(f"{prefix}journal/w0.{entry.incarnation}.000009.json", zombie.to_bytes())
         partition = next(key for key in objects.list(f"{prefix}data/") if key.endswith("/c/2"))
         good = objects.get(partition)
         objects.put(partition, good[:-1] + bytes([good[-1] ^ 1]))
