@@ -128,6 +128,7 @@ def follow(arguments: argparse.Namespace) -> int:
             once=arguments.once,
             on_prepared=None if hooks is None else hooks.on_prepared,
             on_applied=told,
+            on_serving=None if hooks is None else hooks.on_serving,
             on_failure=failed,
         )
     return 0

@@ -18,7 +18,7 @@ from typing import Final
 
 from dcr_store.errors import DcrError, InvalidInputError, StorageError
 from dcr_store.receive.engines import TIMEOUT_S, Arrival, Taker, engine
-from dcr_store.receive.results import Applied, Prepared
+from dcr_store.receive.results import Active, Applied, Prepared
 
 _TRIES: Final = 3  # of what is told before a version is applied: it is not waited for any longer
 _FIRST_WAIT_S: Final = 0.5
@@ -85,6 +85,9 @@ class Command:
             found=f"{found}: {told}",
         )
 
+    def serve(self) -> None:
+        """Do nothing: a command is told of a version once."""
+
 
 class Announcer:
     """Hooks for ``Receiver.follow``.
@@ -94,7 +97,7 @@ class Announcer:
     place : callable
         Returns where the target is.
     prepared, applied : sequence of Taker
-        Who is told of a version that is about to be applied, and of one that the target holds; in this order.
+        Who is told of a version that is about to be applied, and of one that the target holds.
     report : callable
         Called with the error of a taker whose failure is not waited for.
     """
@@ -108,6 +111,7 @@ class Announcer:
     ) -> None:
         self._place, self._prepared, self._applied, self._report = place, prepared, applied, report
         self._told: dict[int, tuple[str, str]] = {}
+        self._served: dict[int, tuple[str, str]] = {}
 
     def on_prepared(self, prepared: Prepared) -> None:
         """Tell of a version that is about to be applied; failures are reported, and tried again a few times."""
@@ -133,13 +137,20 @@ class Announcer:
             The first failure, after all have been told; to be called again.
         """
         arrival = Arrival(applied.version, applied.root, str(self._place()), applied.previous)
+        self._each(self._told, (arrival.version, arrival.root), lambda taker: taker.take(arrival))
+
+    def on_serving(self, active: Active) -> None:
+        """Let all that have taken a version serve it; raises as ``on_applied`` does."""
+        self._each(self._served, (active.version, active.root), lambda taker: taker.serve())
+
+    def _each(self, done: dict[int, tuple[str, str]], version: tuple[str, str], tell: Callable[[Taker], None]) -> None:
         failure: DcrError | None = None
         for index, taker in enumerate(self._applied):
-            if self._told.get(index) == (arrival.version, arrival.root):
+            if done.get(index) == version:
                 continue
             try:
-                taker.take(arrival)
-                self._told[index] = arrival.version, arrival.root
+                tell(taker)
+                done[index] = version
             except DcrError as error:
                 if failure is not None:
                     self._report(failure)

@@ -23,6 +23,7 @@ from dcr_store.payload.version import VersionContents
 from dcr_store.receive import structure
 from dcr_store.receive.copy_building import Built, Source, build, is_right
 from dcr_store.receive.pull import held
+from dcr_store.receive.spool import SPOOL
 from dcr_store.receive.structure import Structure
 from dcr_store.targets import copy_directory
 from dcr_store.targets.checkpoint_listing import SUFFIX
@@ -120,8 +121,13 @@ class CopyBringer:
     @property
     def spool_directory(self) -> Path | None:
         """A place in the directory, unless it may turn out to be somebody else's."""
-        is_ours = copy_directory.holds_copies(self._directory) or not os.path.lexists(self._directory)
-        return self._directory / OWN_DIRECTORY / "spool" if is_ours else None
+        try:
+            there = {item.name for item in self._directory.iterdir()} if self._directory.is_dir() else set()
+        except OSError:
+            return None
+        own = self._directory / OWN_DIRECTORY
+        is_ours = there <= {OWN_DIRECTORY} or copy_directory.holds_copies(self._directory)
+        return own / SPOOL if is_ours and not own.is_symlink() else None
 
     def held(self, catalog: Catalog) -> Located | None:
         """Return the version that is current, None if there is none or it is not known."""

@@ -1,8 +1,9 @@
 """Engines that are told over HTTP to take a version from a directory: SGLang and vLLM (docs/engines.md).
 
-Generation is paused, the weights are loaded, generation goes on. An engine that has said that it took nothing up goes
-on with its old weights; one whose weights may be neither the old nor the new stays paused, and the next try, which
-repeats everything, ends that. Refuses URLs and options that it does not know before any request.
+Generation is paused and the weights are loaded; it goes on when the version is to be served. An engine that has said
+that it took nothing up goes on with its old weights; one whose weights may be neither the old nor the new stays
+paused, and the next try, which repeats everything, ends that. Refuses URLs and options that it does not know, before
+any request.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ class Taker(Protocol):
 
     def take(self, arrival: Arrival) -> None:
         """Tell it, and wait until it has taken the version; repeating that does no harm. Raises ``StorageError``."""
+
+    def serve(self) -> None:
+        """Let it serve what it has taken; repeating that does no harm. Raises ``StorageError``."""
 
 
 class EngineError(StorageError):
@@ -174,10 +178,10 @@ class Sglang:
         self.name = f"sglang {server.url}"
 
     def take(self, arrival: Arrival) -> None:
-        """Pause, load from the directory, go on."""
+        """Pause, load from the directory."""
         server = self._server
         server.post("/pause_generation", {"mode": self._pause})
-        with _loading(lambda: server.post("/continue_generation")):
+        with _loading(self.serve):
             # Requests that are paused in place keep their KV cache, and flushing it would fail.
             flushes = self._pause != "in_place"
             body = {"model_path": arrival.directory, "weight_version": arrival.version, "flush_cache": flushes}
@@ -185,7 +189,10 @@ class Sglang:
             if not isinstance(answer, dict) or answer.get("success") is not True:
                 key = f"{server.url}/update_weights_from_disk"
                 raise EngineError("the engine refused", key=key, status=200, found=f"{answer!r:.{_MAX_SHOWN}}")
-        server.post("/continue_generation")
+
+    def serve(self) -> None:
+        """Let generation go on."""
+        self._server.post("/continue_generation")
 
 
 class _Vllm:
@@ -199,11 +206,13 @@ class _Vllm:
         self.name = f"{self.kind} {server.url}"
 
     def take(self, arrival: Arrival) -> None:
-        """Pause, load from the directory, go on."""
-        server = self._server
-        server.post("/pause?" + urlencode({"mode": self._pause, "clear_cache": "true"}))
+        """Pause, load from the directory."""
+        self._server.post("/pause?" + urlencode({"mode": self._pause, "clear_cache": "true"}))
         self._load(arrival)
-        server.post("/resume")
+
+    def serve(self) -> None:
+        """Let generation go on."""
+        self._server.post("/resume")
 
     def _load(self, arrival: Arrival) -> None:
         raise NotImplementedError
@@ -215,11 +224,10 @@ class VllmReload(_Vllm):
     kind = "vllm-reload"
 
     def _load(self, arrival: Arrival) -> None:
-        server = self._server
-        with _loading(lambda: server.post("/resume")):
+        with _loading(self.serve):
             body = {"method": "reload_weights", "kwargs": {"weights_path": arrival.directory}}
-            server.post("/collective_rpc", body)
-        server.post("/update_weight_version", {"new_version": arrival.version})
+            self._server.post("/collective_rpc", body)
+        self._server.post("/update_weight_version", {"new_version": arrival.version})
 
 
 class Vllm(_Vllm):
@@ -232,17 +240,16 @@ class Vllm(_Vllm):
         self._is_initialised = False
 
     def _load(self, arrival: Arrival) -> None:
-        server = self._server
         try:
             self._start()
         except EngineError:
             self._is_initialised = False  # it may have been started anew
             with contextlib.suppress(DcrError):
-                server.post("/resume")
+                self.serve()
             raise
-        with _loading(lambda: server.post("/resume")):
-            server.post("/update_weights", {"update_info": {"path": arrival.directory}})
-            server.post("/finish_weight_update", {"weight_version": arrival.version})
+        with _loading(self.serve):
+            self._server.post("/update_weights", {"update_info": {"path": arrival.directory}})
+            self._server.post("/finish_weight_update", {"weight_version": arrival.version})
 
     def _start(self) -> None:
         """Begin an update; one that an earlier try has left open is ended first, and all of it is loaded again."""

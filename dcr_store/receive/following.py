@@ -161,10 +161,9 @@ class Follow:
             self._serving = goal
 
     def _is_end(self, step: Step, goal: Located) -> bool:
-        if self._once and step.is_last:
-            return True
-        waits = self._hooks.on_serving is not None and not same(self._serving, goal)
-        return self._until is not None and goal.row.version >= self._until and not waits
+        if self._hooks.on_serving is not None and not same(self._serving, goal):
+            return False  # whoever is told has stopped serving by now, and is to go on
+        return (self._once and step.is_last) or (self._until is not None and goal.row.version >= self._until)
 
     def _check_store(self) -> None:
         """Now and then, see whether the store is still the one that was opened: numbers alone do not tell."""

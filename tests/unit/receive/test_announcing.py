@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ import dcr_store
 from dcr_store.errors import DcrError, InvalidInputError, StorageError
 from dcr_store.receive.announcing import Announcer, Command, announcer
 from dcr_store.receive.engines import Arrival
-from dcr_store.receive.results import Applied, Prepared
+from dcr_store.receive.results import Active, Applied, Prepared
 
 ARRIVAL = Arrival("main@3", "ab" * 32, "/models/main@3 it's", "main@2")
 
@@ -81,9 +83,16 @@ class Noted:
     def __init__(self, name: str, failures: int = 0) -> None:
         self.name, self.failures = name, failures
         self.taken: list[Arrival] = []
+        self.served = 0
 
     def take(self, arrival: Arrival) -> None:
         self.taken.append(arrival)
+        if self.failures:
+            self.failures -= 1
+            raise StorageError(f"{self.name} is busy")
+
+    def serve(self) -> None:
+        self.served += 1
         if self.failures:
             self.failures -= 1
             raise StorageError(f"{self.name} is busy")
@@ -110,6 +119,17 @@ class TestAnnouncer:
         told.on_applied(applied(1))
         assert (len(good.taken), len(bad.taken), len(late.taken)) == (1, 3, 2)
         assert good.taken[0] == Arrival("main@1", f"{1:064x}", "/models", "main@0")
+
+    def test_only_who_did_not_go_on_is_told_again(self) -> None:
+        good, bad = Noted("good"), Noted("bad")
+        told = Announcer(lambda: Path("/models"), [], [good, bad], lambda error: None)
+        told.on_applied(applied(1))
+        bad.failures = 1
+        active = Active("main@1", f"{1:064x}")
+        with pytest.raises(StorageError, match="bad is busy"):
+            told.on_serving(active)
+        told.on_serving(active)
+        assert (good.served, bad.served, len(good.taken)) == (1, 2, 1)
 
     def test_a_newer_version_takes_the_place_of_one_that_was_not_taken(self) -> None:
         bad = Noted("bad", 1)
@@ -170,7 +190,7 @@ def test_a_receiver_goes_on_while_an_engine_fails(tmp_path: Path) -> None:
 
         publish(2)
         with store.receiver(bringer) as receiver:
-            receiver.follow(until="main@1", on_applied=told.on_applied, on_failure=failed)
+            receiver.follow(until="main@1", on_applied=told.on_applied, on_serving=told.on_serving, on_failure=failed)
         assert len(reported) == 2
         assert all("out of memory" in text for text in reported)
         assert (server.version, server.paused) == ("main@1", False)
@@ -202,3 +222,43 @@ def test_a_hook_that_fails_is_called_again_at_growing_intervals(tmp_path: Path) 
     assert told == ["main@0"] * 3 + ["main@1"] * 2
     assert waits[0] <= 0.5 <= waits[1] <= 1.0
     assert waits[2] <= 0.5
+
+
+def test_in_a_group_engines_go_on_once_all_members_hold_the_version(tmp_path: Path) -> None:
+    with dcr_store.create(tmp_path / "store", chunk_elements=1024) as store, SglangStandIn() as server:
+        checkpoint = write_hf(tmp_path / "checkpoint", series(1)[0], 2)
+        with store.begin() as transaction:
+            transaction.write_checkpoint(checkpoint)
+        store.create_group("eu", ["a", "b"])
+        place = tmp_path / "a"
+        told = announcer(lambda: place, [f"sglang={server.url}"], [], [], lambda error: None)
+        assert told is not None
+        seen: list[tuple[bool, str | None]] = []
+        is_applied = threading.Event()
+
+        def on_applied(applied: Applied) -> None:
+            told.on_applied(applied)
+            is_applied.set()
+
+        def wait(applied: Applied) -> None:
+            is_applied.wait(20)
+            time.sleep(0.2)  # time enough to go on too soon
+            seen.append((server.paused, server.version))
+
+        with (
+            store.receiver(place, group="eu", name="a") as a,
+            dcr_store.open(tmp_path / "store") as other,
+            other.receiver(tmp_path / "b", group="eu", name="b") as b,
+            ThreadPoolExecutor(2) as pool,
+        ):
+            hooks = {"on_applied": on_applied, "on_serving": told.on_serving}
+            runs = [pool.submit(a.follow, until="main@0", **hooks)]
+            runs.append(pool.submit(b.follow, until="main@0", on_applied=wait))
+            try:
+                for run in runs:
+                    run.result(40)
+            finally:
+                a.stop()
+                b.stop()
+        assert seen == [(True, "main@0")]
+        assert (server.paused, server.version) == (False, "main@0")

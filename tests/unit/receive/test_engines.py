@@ -12,7 +12,7 @@ from engines import Engine, SglangStandIn, VllmStandIn, cut, dribble, hang, nons
 from states import series, write_hf
 
 from dcr_store.errors import DcrError, InvalidInputError, StorageError
-from dcr_store.receive.engines import Arrival, EngineError, engine
+from dcr_store.receive.engines import Arrival, EngineError, Taker, engine
 
 
 @pytest.fixture
@@ -22,6 +22,12 @@ def directory(tmp_path: Path) -> Path:
 
 def arrival(directory: Path, version: str = "main@3") -> Arrival:
     return Arrival(version, "ab" * 32, str(directory), "main@2")
+
+
+def take(taker: Taker, arrived: Arrival) -> None:
+    """Let an engine take a version and serve it."""
+    taker.take(arrived)
+    taker.serve()
 
 
 def weights(directory: Path) -> dict[str, bytes]:
@@ -61,18 +67,30 @@ def test_the_documented_requests(kind: str, directory: Path) -> None:
     with make() as server:
         taker = engine(f"{kind}={server.url}")
         assert server.url in taker.name
-        taker.take(arrival(directory))
+        take(taker, arrival(directory))
         assert server.paths == paths
         assert (server.paused, server.version, server.weights) == (False, "main@3", weights(directory))
-        taker.take(arrival(directory, "main@4"))
+        take(taker, arrival(directory, "main@4"))
         assert server.paths == paths + [path for path in paths if path != "/init_weight_transfer_engine"]
         assert (server.paused, server.version) == (False, "main@4")
+
+
+@each_kind
+def test_it_serves_when_it_is_told_to(kind: str, directory: Path) -> None:
+    with KINDS[kind][0]() as server:
+        taker = engine(f"{kind}={server.url}")
+        for _ in range(2):
+            taker.take(arrival(directory))
+            assert (server.paused, server.version) == (True, "main@3")
+        for _ in range(2):
+            taker.serve()
+            assert not server.paused
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
 def test_how_sglang_pauses(mode: str, directory: Path) -> None:
     with SglangStandIn() as server:
-        engine(f"sglang={server.url}/?pause={mode}").take(arrival(directory))
+        take(engine(f"sglang={server.url}/?pause={mode}"), arrival(directory))
         assert server.requests[0][2] == {"mode": mode}
         assert server.requests[1][2] == {
             "model_path": str(directory),
@@ -84,22 +102,22 @@ def test_how_sglang_pauses(mode: str, directory: Path) -> None:
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 def test_how_vllm_pauses(mode: str, directory: Path) -> None:
     with VllmStandIn(False) as server:
-        engine(f"vllm-reload={server.url}?pause={mode}").take(arrival(directory))
+        take(engine(f"vllm-reload={server.url}?pause={mode}"), arrival(directory))
         assert server.requests[0][1] == {"mode": mode, "clear_cache": "true"}
 
 
 def test_a_token_is_sent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with SglangStandIn() as server:
-        engine(f"sglang={server.url}").take(arrival(directory))
+        take(engine(f"sglang={server.url}"), arrival(directory))
         assert all("Authorization" not in headers for headers in server.headers)
         monkeypatch.setenv("DCR_ENGINE_TOKEN", "s3cret")
-        engine(f"sglang={server.url}").take(arrival(directory))
+        take(engine(f"sglang={server.url}"), arrival(directory))
         assert server.headers[-1]["Authorization"] == "Bearer s3cret"
 
 
 def test_a_path_before_the_requests(directory: Path) -> None:
     with SglangStandIn() as server, pytest.raises(EngineError) as caught:
-        engine(f"sglang={server.url}/behind/").take(arrival(directory))
+        take(engine(f"sglang={server.url}/behind/"), arrival(directory))
     assert server.paths == ["/behind/pause_generation"]
     assert (caught.value.status, caught.value.key) == (404, f"{server.url}/behind/pause_generation")
 
@@ -128,13 +146,13 @@ def test_a_load_that_fails_leaves_the_engine_paused_and_the_next_try_ends_that(
         server.fail[loading] = [planned]  # type: ignore[list-item]
         began = time.monotonic()
         with pytest.raises(EngineError, match="stays paused") as caught:
-            taker.take(arrival(directory))
+            take(taker, arrival(directory))
         assert time.monotonic() - began < 5
         assert (caught.value.status, caught.value.key) == (status, server.url + loading)
         assert isinstance(caught.value, StorageError)
         assert server.paused
         assert not {"/resume", "/continue_generation"} & set(server.paths)
-        taker.take(arrival(directory))
+        take(taker, arrival(directory))
         assert (server.paused, server.version, server.weights) == (False, "main@3", weights(directory))
 
 
@@ -145,7 +163,7 @@ def test_a_load_that_was_not_taken_up_leaves_the_engine_serving(kind: str, statu
     with make() as server:
         server.fail[loading] = [(status, {"detail": "no"})]
         with pytest.raises(EngineError, match="refused") as caught:
-            engine(f"{kind}={server.url}").take(arrival(directory))
+            take(engine(f"{kind}={server.url}"), arrival(directory))
         assert caught.value.status == status
         assert "stays paused" not in str(caught.value)
         assert (server.paused, server.version, server.weights) == (False, None, None)
@@ -156,13 +174,13 @@ def test_a_load_that_sglang_says_has_failed(directory: Path, tmp_path: Path) -> 
     with SglangStandIn() as server:
         taker = engine(f"sglang={server.url}")
         with pytest.raises(EngineError, match=r"stays paused.*Failed to get weights iterator"):
-            taker.take(arrival(tmp_path / "nothing"))
+            take(taker, arrival(tmp_path / "nothing"))
         assert server.paused
         server.fail["/update_weights_from_disk"] = [(200, {"success": False, "message": "no"}), (200, None)]
         for _ in range(2):
             with pytest.raises(EngineError, match="stays paused"):
-                taker.take(arrival(directory))
-        taker.take(arrival(directory))
+                take(taker, arrival(directory))
+        take(taker, arrival(directory))
         assert (server.paused, server.version) == (False, "main@3")
 
 
@@ -172,7 +190,7 @@ def test_a_pause_that_fails_loads_nothing(kind: str, directory: Path) -> None:
     with make() as server:
         server.fail[paths[0]] = [(500, "no")]
         with pytest.raises(EngineError):
-            engine(f"{kind}={server.url}").take(arrival(directory))
+            take(engine(f"{kind}={server.url}"), arrival(directory))
         assert server.paths == paths[:1]
         assert server.weights is None
 
@@ -182,7 +200,7 @@ def test_an_engine_that_is_not_there(kind: str, directory: Path) -> None:
     with KINDS[kind][0]() as server:
         url = server.url
     with pytest.raises(EngineError, match="did not answer") as caught:
-        engine(f"{kind}={url}").take(arrival(directory))
+        take(engine(f"{kind}={url}"), arrival(directory))
     assert caught.value.status is None
 
 
@@ -190,26 +208,26 @@ class TestVllmTransfer:
     def test_without_a_backend_it_goes_on_with_its_old_weights(self, directory: Path) -> None:
         with VllmStandIn(False) as server:
             with pytest.raises(EngineError) as caught:
-                engine(f"vllm={server.url}").take(arrival(directory))
+                take(engine(f"vllm={server.url}"), arrival(directory))
             assert str(caught.value.key).endswith("/init_weight_transfer_engine")
             assert not server.paused
 
     def test_an_update_that_a_killed_receiver_left_open(self, directory: Path) -> None:
         with VllmStandIn(True) as server:
             server.initialised = server.active = True
-            engine(f"vllm={server.url}").take(arrival(directory))
+            take(engine(f"vllm={server.url}"), arrival(directory))
             assert (server.paused, server.active, server.version) == (False, False, "main@3")
             assert server.weights == weights(directory)
 
     def test_an_engine_that_was_started_anew(self, directory: Path) -> None:
         with VllmStandIn(True) as server:
             taker = engine(f"vllm={server.url}")
-            taker.take(arrival(directory))
+            take(taker, arrival(directory))
             server.initialised, server.weights = False, None
             with pytest.raises(EngineError):
-                taker.take(arrival(directory))
+                take(taker, arrival(directory))
             assert not server.paused, "it has what it was started with"
-            taker.take(arrival(directory))
+            take(taker, arrival(directory))
             assert server.weights == weights(directory)
 
     @pytest.mark.parametrize("planned", [(500, "no"), cut])
@@ -218,9 +236,9 @@ class TestVllmTransfer:
             server.fail["/finish_weight_update"] = [planned]
             taker = engine(f"vllm={server.url}")
             with pytest.raises(EngineError, match="stays paused"):
-                taker.take(arrival(directory))
+                take(taker, arrival(directory))
             assert server.paused
-            taker.take(arrival(directory))
+            take(taker, arrival(directory))
             assert (server.paused, server.version) == (False, "main@3")
 
 
