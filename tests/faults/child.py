@@ -173,13 +173,39 @@ def _race(job: Job) -> dict[str, Any]:
     return {"roots": roots, "conflicts": conflicts}
 
 
+def _member(job: Job) -> dict[str, Any]:
+    """Be a member of a group until it has promoted version `until` and all have applied it.
+
+    What it prepares is noted in the file `notes` first, so that the test knows it whatever becomes of this process.
+    """
+    from dcr_store.receive.member import Member
+
+    with _open(job) as store, Path(job["notes"]).open("a", encoding="utf-8", buffering=1) as notes:
+        member = Member(store._catalog, job["group"], job["name"])
+        member.join()
+        while True:
+            wanted = member.step()
+            if wanted.apply is not None:
+                _nap()
+                member.applied(wanted.apply, wanted.apply.root)
+            if wanted.prepare is not None:
+                _nap()
+                notes.write(f"{member.incarnation} {wanted.prepare.proposal}\n")
+                member.prepared(wanted.prepare, None, wanted.prepare.root)
+            member.try_promote()
+            active = member.active
+            if active is not None and active.number >= job["until"] and member.all_applied():
+                return {"active": active.version}
+            _nap()
+
+
 def _nap() -> None:
     import random
 
     time.sleep(random.uniform(0.0, 0.05))
 
 
-_VERBS = {"create": _create, "publish": _publish, "pull": _pull, "follow": _follow, "race": _race}
+_VERBS = {"create": _create, "publish": _publish, "pull": _pull, "follow": _follow, "race": _race, "member": _member}
 
 
 def _warm_up(scratch: Path) -> None:

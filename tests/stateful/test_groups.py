@@ -8,12 +8,12 @@ really prepared. Processes are `Member` objects, each with a port of its own tha
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from group_replay import replay
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -272,43 +272,11 @@ class GroupMachine(RuleBasedStateMachine):
             self.reading_from_the_checkpoint_tells_the_same()
 
     def replay(self) -> None:
-        """Replay the raw records: what is promoted was prepared by all who were members then."""
-        members: dict[str, str] = {}
-        awaited: set[str] = set()
-        dropped: set[str] = set()
-        proposed: GroupVersion | None = None
-        active: dict[str, Any] | None = None
-        promoted = []
-        for key in sorted(key for key in self.objects.list("groups/eu/log/") if not key.endswith("latest.json")):
-            record = json.loads(self.objects.get(key))
-            kind = record["kind"]
-            if kind == "create":
-                awaited = set(record["expected"])
-            elif kind == "admit" and record["incarnation"]:
-                assert record["incarnation"] not in dropped, "a dropped incarnation came back"
-                members[record["name"]] = record["incarnation"]
-                awaited.discard(record["name"])
-            elif kind == "drop":
-                dropped.add(members.pop(record["name"], ""))
-                awaited.discard(record["name"])
-            elif kind == "propose":
-                assert proposed is None
-                proposed = GroupVersion(**record["new"], proposal=record["seq"])
-            elif kind == "withdraw":
-                proposed = None
-            elif kind == "promote":
-                assert proposed is not None
-                assert not awaited, "promoted before all expected members had come"
-                assert members, "promoted for nobody"
-                assert record["new"] == {"version": proposed.version, "root": proposed.root}
-                assert record["old"] == active
-                for name, incarnation in members.items():
-                    assert (incarnation, proposed.proposal) in self.prepared, f"{name} has not prepared {proposed}"
-                promoted.append(proposed)
-                active, proposed = record["new"], None
+        """What is promoted was prepared by all who were members then; what is decided stays."""
+        found = replay(self.objects, "eu", self.prepared)
+        promoted = [GroupVersion(*proposal) for proposal in found.promoted]
         assert promoted[: len(self.promoted)] == self.promoted
-        self.promoted = promoted
-        self.members = members
+        self.promoted, self.members = promoted, found.members
 
     def nobody_sees_another_active_version(self) -> None:
         for process in self.everybody:
