@@ -9,6 +9,8 @@ from sim.process import Event
 from sim.scheduler import ViolationError
 
 from dcr_store.errors import ConflictError, DcrError, FencedError, OutcomeUnknownError
+from dcr_store.receive.copying import pull_copy
+from dcr_store.targets.copy_directory import reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 
         name: str
 
-        def watch(self, member: Member) -> None:
-            """Note what a member prepares."""
+        def watch(self, member: Member, role: Role | None = None) -> None:
+            """Note what a member prepares, and check it where its role keeps a directory."""
 
         def applied(self, version: str) -> None:
             """Check a version that a member has applied."""
@@ -79,7 +81,7 @@ def _publish_next(
     state = STATES[step, variant]
     transaction = store.begin(
         base=versions[-1].version,
-        metadata={"step": step},
+        metadata={"step": step, "note": world.rng.choice(["", "", "", "", f"by {role.name} {variant}"])},
         owner=owner,
         takeover=world.rng.random() < takes_over,
         baseline=f"{role.host.root}/baseline",
@@ -87,10 +89,14 @@ def _publish_next(
     if transaction.attempt:
         world.count("resumed")
     world.judge.intend(transaction.txid, transaction.attempt, state)
+    fails = world.rng.random() < 0.05
     try:
         with transaction:
             for name, array in state.items():
                 transaction.write(name, array)
+                if fails:
+                    world.count("aborted")
+                    raise _TrainingFailedError
             try:
                 info = transaction.commit()
             except OutcomeUnknownError:
@@ -98,6 +104,10 @@ def _publish_next(
                     raise
                 world.count("committed again")
                 info = transaction.commit()
+    except _TrainingFailedError as error:
+        if not getattr(error, "__notes__", None):  # nor has the abort failed
+            world.judge.told_lost(transaction.txid, transaction.attempt)
+        return False
     except FencedError:
         world.judge.told_lost(transaction.txid, transaction.attempt)
         raise
@@ -105,15 +115,25 @@ def _publish_next(
     return False
 
 
+class _TrainingFailedError(Exception):
+    """Something in the trainer fails while it publishes."""
+
+
 def puller(goals: list[str]) -> Callable[[World, Role, Actor], None]:
     """Return what brings a directory to one version after the other, at somebody's command."""
 
     def act(world: World, role: Role, actor: Actor) -> None:
-        store = world.store(actor)
+        store, host = world.store(actor), role.host
+        where = f"{host.target}/current" if host.keeps_copies else host.target
         while goals:
             goal = goals[0]
             try:
-                result = store.pull(role.host.target, goal)
+                if host.keeps_copies:
+                    catalog = store._catalog
+                    result = pull_copy(catalog, catalog.resolve(goal), host.target, keep=world.rng.choice([0, 1]))
+                    world.counters["files shared"] += result.files_linked
+                else:
+                    result = store.pull(host.target, goal)
             except ConflictError:
                 world.count("target locked")
                 world.scheduler.sleep(world.rng.uniform(0.2, 1.0))
@@ -124,9 +144,31 @@ def puller(goals: list[str]) -> Callable[[World, Role, Actor], None]:
                 continue
             world.judge.told_version(result.version, result.root)
             world.counters["chunks healed"] += result.chunks_healed
-            world.judge.require_bits(role.host.target, int(goal.rpartition("@")[2]), "was pulled")
+            world.judge.require_bits(where, int(goal.rpartition("@")[2]), "was pulled")
             if goals and goals[0] == goal:
                 del goals[0]
+
+    return act
+
+
+def reader(goals: list[str]) -> Callable[[World, Role, Actor], None]:
+    """Return what an engine does that reads what ``current`` leads to, while others bring the directory further.
+
+    It ends when there are no goals left.
+    """
+
+    def act(world: World, role: Role, actor: Actor) -> None:
+        while goals:
+            try:
+                with reading(role.host.target) as place:
+                    number = int(place.name.partition("-")[0].rpartition("@")[2])
+                    for _ in range(3):
+                        world.judge.require_bits(str(place), number, "is read")
+                        world.scheduler.sleep(world.rng.uniform(0.0, 0.5))
+                    world.count("read")
+            except (DcrError, OSError):
+                pass  # nothing is there yet
+            world.scheduler.sleep(world.rng.uniform(0.1, 1.0))
 
     return act
 
@@ -173,7 +215,7 @@ def _follow(world: World, role: Role, store: Store, last: int, group: Group | No
     with store.receiver(target, **options) as receiver:
         receiver._stop = Event()  # type: ignore[assignment]
         if group is not None:
-            group.watch(receiver._decider._member)  # type: ignore[attr-defined]
+            group.watch(receiver._decider._member, role)  # type: ignore[attr-defined]
         held = receiver.follow(until=f"main@{last}", on_applied=on_applied, on_failure=on_failure)
         active = receiver.active()
         assert active is not None

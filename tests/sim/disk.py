@@ -35,6 +35,8 @@ _NAMES: Final = (
     "remove",
     "mkdir",
     "rmdir",
+    "symlink",
+    "link",
 )
 REAL: Final = {name: getattr(os, name) for name in _NAMES}
 REAL_FLOCK: Final = fcntl.flock
@@ -47,6 +49,8 @@ class Disk:
     ----------
     target : str
         Where its receiver keeps a checkpoint.
+    keeps_copies : bool
+        Whether it keeps versions side by side there, with a link to the one to be read.
     has_changed : bool
         Set by whatever changes a file of that; the judge looks, and resets it.
     """
@@ -57,6 +61,7 @@ class Disk:
         self.target = os.path.join(self.root, "target")
         self.durable: dict[int, bytes] = {}
         self.journal: list[tuple[set[str], Callable[[], None]]] = []
+        self.keeps_copies = False
         self.has_changed = False
 
     # ------------------------------------------------------------------ what was done
@@ -223,18 +228,13 @@ class Calls:
             REAL["replace"](source, place, **options)
             return
         self._step(f"replace {os.path.basename(text)}")
-        before = os.fspath(source)
-        lost = _read(text) if os.path.isfile(text) else None
-        durable = disk.durable.get(os.stat(text).st_ino) if lost is not None else None
+        before, restore = os.fspath(source), _keep(disk, text)
         REAL["replace"](source, place, **options)
 
         def undo() -> None:
             if os.path.lexists(text):
                 REAL["replace"](text, before)
-            if lost is not None:
-                _write(text, lost)
-                if durable is not None:
-                    disk.durable[os.stat(text).st_ino] = durable
+            restore()
 
         disk.named(undo, before, text)
 
@@ -246,18 +246,9 @@ class Calls:
             REAL["unlink"](path, dir_fd=dir_fd)
             return
         self._step(f"unlink {os.path.basename(text)}")
-        if os.path.islink(text) or not os.path.isfile(text):
-            REAL["unlink"](path, dir_fd=dir_fd)
-            return
-        lost, durable = _read(text), disk.durable.get(os.stat(text).st_ino)
+        restore = _keep(disk, text)
         REAL["unlink"](path, dir_fd=dir_fd)
-
-        def undo() -> None:
-            _write(text, lost)
-            if durable is not None:
-                disk.durable[os.stat(text).st_ino] = durable
-
-        disk.named(undo, text)
+        disk.named(restore, text)
 
     remove = unlink
 
@@ -279,6 +270,20 @@ class Calls:
         REAL["rmdir"](path, dir_fd=dir_fd)
         disk.named(lambda: REAL["mkdir"](text), text)
 
+    def symlink(self, source: Any, place: Any, *arguments: Any, **options: Any) -> None:
+        self._new_name("symlink", source, place, *arguments, **options)
+
+    def link(self, source: Any, place: Any, **options: Any) -> None:
+        self._new_name("link", source, place, **options)
+
+    def _new_name(self, name: str, source: Any, place: Any, *arguments: Any, **options: Any) -> None:
+        text, disk = self._disk(place)
+        if disk is not None:
+            self._step(f"{name} {os.path.basename(text)}")
+        REAL[name](source, place, *arguments, **options)
+        if disk is not None:
+            disk.named(lambda: _gone(text), text)
+
     def flock(self, descriptor: int, operation: int) -> None:
         text, disk = self._disk_of(descriptor)
         if disk is None:
@@ -287,13 +292,37 @@ class Calls:
         assert self.world is not None
         actor = self.world.scheduler.current
         assert actor is not None
-        if operation & fcntl.LOCK_EX:
-            self._step(f"flock {os.path.basename(text)}")
-            REAL_FLOCK(descriptor, operation)
-            actor.locks[descriptor] = os.fstat(descriptor).st_ino
-        else:
+        if operation & fcntl.LOCK_UN:
             REAL_FLOCK(descriptor, operation)
             actor.locks.pop(descriptor, None)
+            return
+        self._step(f"flock {os.path.basename(text)}")
+        while True:
+            try:
+                REAL_FLOCK(descriptor, operation | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if operation & fcntl.LOCK_NB:
+                    raise
+                self.world.scheduler.sleep(0.1)
+        actor.locks[descriptor] = os.fstat(descriptor).st_ino
+
+
+def _keep(disk: Disk, path: str) -> Callable[[], None]:
+    """Return what brings a name back as it is now, after it has been taken."""
+    if os.path.islink(path):
+        leads_to = os.readlink(path)
+        return lambda: REAL["symlink"](leads_to, path)
+    if not os.path.isfile(path):
+        return lambda: None
+    content, durable = _read(path), disk.durable.get(os.stat(path).st_ino)
+
+    def restore() -> None:
+        _write(path, content)
+        if durable is not None:
+            disk.durable[os.stat(path).st_ino] = durable
+
+    return restore
 
 
 def release(locks: dict[int, int]) -> None:

@@ -110,17 +110,22 @@ class Group:
 
     def __init__(self, world: World, names: list[str], policy: Policy) -> None:
         GroupLog(world.plain(), self.name, world.sha256).create("main", names, policy)
-        self.fold = GroupFold(world.sha256)
+        self.judge, self.fold = world.judge, GroupFold(world.sha256)
         for key, data in sorted(world.bucket.objects.items()):
             if key.startswith(f"groups/{self.name}/log/"):
                 self.fold.advance(self.fold.length, data)
         world.judge.on_group_record = lambda group, seq, data: self.fold.advance(seq, data)
 
-    def watch(self, member: Member) -> None:
-        """Note what a member prepares, before it says so: from there on it could apply it."""
+    def watch(self, member: Member, role: Role | None = None) -> None:
+        """Note what a member prepares, before it says so: from there on it could apply it.
+
+        Where its role keeps a directory, that is checked, unless another incarnation may be changing it.
+        """
         acknowledge = member.prepared
 
         def prepared(version: GroupVersion, base_root: str | None, root: str) -> None:
+            if role is not None and len(role.actors) == 1:
+                self.judge.require_prepared(role.host, version.number)
             self.fold.prepared.add((member.name, member.incarnation, version.version, version.proposal))
             acknowledge(version, base_root, root)
 

@@ -24,6 +24,7 @@ from dcr_store.errors import DcrError
 from dcr_store.format.documents import StoreDocument
 from dcr_store.format.names import STORE_KEY
 from dcr_store.log.line import LineLog
+from dcr_store.receive.preparing import needed
 from dcr_store.targets.memory import MemoryTarget
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.replay import everywhere, replay
@@ -186,10 +187,16 @@ class Judge:
     # ------------------------------------------------------------------ disks
 
     def look_at(self, disk: Disk) -> None:
-        """Check a target that has changed: a clean marker tells the truth."""
-        version = self._clean_version(disk)
+        """Check a target that has changed: a clean marker tells the truth, and ``current`` leads to a whole version."""
+        directory = disk.target
+        if disk.keeps_copies:
+            directory = f"{directory}/current"
+            if not Path(directory).is_symlink():
+                return
+        version = self._clean_version(directory)
         if version is not None:
-            self.require_bits(disk.target, version, "is marked clean")
+            self.require_bits(directory, version, "is marked clean")
+        _require(version is not None or not disk.keeps_copies, f"{directory} leads to a version that is not whole")
 
     def look_at_baseline(self, directory: str) -> None:
         """Check a baseline's note: it is never ahead of the log."""
@@ -199,13 +206,13 @@ class Judge:
             return
         self.told_version(note["version"], note["root"])
 
-    def _clean_version(self, disk: Disk) -> int | None:
-        path = Path(disk.target, ".dcr", "marker.json")
+    def _clean_version(self, directory: str) -> int | None:
+        path = Path(directory, ".dcr", "marker.json")
         try:
             status = path.stat()
         except OSError:
             return None
-        seen, version = self._markers.get(disk.target, (None, None))
+        seen, version = self._markers.get(directory, (None, None))
         found = status.st_ino, status.st_mtime_ns
         if seen != found:
             version = None
@@ -215,8 +222,18 @@ class Judge:
                     version = int(body["target"].rpartition("@")[2])
             except (ValueError, KeyError, TypeError):
                 pass  # torn, and so not clean
-            self._markers[disk.target] = found, version
+            self._markers[directory] = found, version
         return version
+
+    def require_prepared(self, disk: Disk, number: int) -> None:
+        """Require that a directory could be brought to a version with what is in it and in its spool, alone."""
+        base = self._clean_version(disk.target)
+        _require(base is not None, f"{disk.target} says that main@{number} is prepared, and knows nothing of itself")
+        assert base is not None
+        there = {hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(disk.target, ".dcr/spool").glob("*")}
+        lacking = [] if base == number else needed(self.catalog, self.located(base), self.located(number))
+        missing = [ref.key for ref in lacking if ref.sha256 not in there]
+        _require(not missing, f"{disk.target} says that main@{number} is prepared, and lacks {missing}")
 
     def require_bits(self, directory: str, number: int, why: str) -> None:
         """Require that a directory holds a version, bit for bit, file for file where it was published as files."""

@@ -6,6 +6,8 @@ A removal patches the product in this process; the product has no switch for any
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
@@ -22,8 +24,9 @@ from dcr_store.log import fold, record_log
 from dcr_store.log.group import AckReader, AckRef
 from dcr_store.objects.retry import Backoff, TransientError
 from dcr_store.publish import committing, partitions, state, transaction
-from dcr_store.receive import pull
-from dcr_store.targets import marker, paths
+from dcr_store.receive import deciding, pull
+from dcr_store.receive.transfers import Transfers
+from dcr_store.targets import copy_directory, marker, paths
 from dcr_store.targets.directory import DirectoryTarget
 
 Removal = Callable[[], contextlib.AbstractContextManager[None]]
@@ -156,6 +159,17 @@ def durable_marker_name() -> contextlib.AbstractContextManager[None]:
     return _patched((marker, "fsync_directory", nothing), (paths, "fsync_directory", nothing))
 
 
+def sync_before_switch() -> contextlib.AbstractContextManager[None]:
+    """The link moves to a version before what was written of it is durable."""
+    return _patched((DirectoryTarget, "sync", lambda self: None))
+
+
+def held_by_readers() -> contextlib.AbstractContextManager[None]:
+    """A version is removed although an engine holds it."""
+    free = types.SimpleNamespace(**{**vars(fcntl), "flock": lambda descriptor, operation: None})
+    return _patched((copy_directory, "fcntl", free))
+
+
 def target_lock() -> contextlib.AbstractContextManager[None]:
     """Two processes may write a target at once."""
     return _patched((pull, "lock", lambda root: contextlib.nullcontext()))
@@ -201,6 +215,17 @@ def acknowledged_proposal() -> contextlib.AbstractContextManager[None]:
     return _patched((AckReader, "read", read))
 
 
+def prepared_means_here() -> contextlib.AbstractContextManager[None]:
+    """A member says that it is prepared, whatever it has of the version."""
+    return _patched((Transfers, "_bring", lambda self, ref, tag: False))
+
+
+def applied_when_promoted() -> contextlib.AbstractContextManager[None]:
+    """A member applies what is proposed, and does not wait for the others."""
+    following = deciding.InGroup.next
+    return _patched((deciding.InGroup, "next", lambda *arguments: replace(following(*arguments), may_apply=True)))
+
+
 REMOVALS: Final[dict[str, tuple[Removal, str]]] = {
     "fencing by attempt": (fencing, "publishing"),
     "number on the judged prefix": (judged_prefix, "publishing"),
@@ -214,7 +239,11 @@ REMOVALS: Final[dict[str, tuple[Removal, str]]] = {
     "sync before clean": (sync_before_clean, "receiving"),
     "marker's name synced": (durable_marker_name, "receiving"),
     "lock of the target": (target_lock, "receiving"),
+    "sync before the link moves": (sync_before_switch, "copying"),
+    "versions held by readers": (held_by_readers, "copying"),
     "chunks judged by digest": (chunks_judged_by_digest, "receiving"),
     "incarnation in acknowledgements": (acknowledging_incarnation, "grouping"),
     "proposal in acknowledgements": (acknowledged_proposal, "grouping"),
+    "prepared means here": (prepared_means_here, "grouping"),
+    "applied when promoted": (applied_when_promoted, "grouping"),
 }

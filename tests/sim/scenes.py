@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from sim import groups
-from sim.actors import follower, publisher, puller
+from sim.actors import follower, publisher, puller, reader
 from sim.library import N_STEPS, Library, long, short
 from sim.scheduler import Carriers
 from sim.world import World
@@ -68,6 +68,21 @@ def receiving(stage: Stage, seed: int) -> World:
     return world
 
 
+def copying(stage: Stage, seed: int) -> World:
+    """Versions side by side, with a link to one of them and an engine that reads it."""
+    world = stage.world(seed, stage.long)
+    rng = world.rng
+    kinds = {**OBJECT_FAULTS, **PROCESS_FAULTS, **FILE_FAULTS, "power": 4.0, "power at a write": 2.0}
+    world.set_faults(rng.choice([0, 1, 1, 2, 3, 4]), rng.choice([0.01, 0.03, 0.1]), kinds)
+    goals = [f"main@{rng.randrange(N_STEPS)}" for _ in range(rng.choice([2, 2, 3]))]
+    host = world.add_host()
+    host.keeps_copies = True
+    world.add_role("node", host, puller(goals))
+    if rng.random() < 0.5:
+        world.add_role("engine", host, reader(goals))
+    return world
+
+
 def following(stage: Stage, seed: int) -> World:
     """A run that publishes, and directories that are kept at the head."""
     world = stage.world(seed, stage.short)
@@ -99,8 +114,9 @@ def grouping(stage: Stage, seed: int) -> World:
 
 
 SCENES: Final[dict[str, tuple[Callable[[Stage, int], World], float]]] = {
-    "publishing": (publishing, 0.3),
-    "receiving": (receiving, 0.3),
+    "publishing": (publishing, 0.25),
+    "receiving": (receiving, 0.25),
+    "copying": (copying, 0.1),
     "following": (following, 0.1),
     "grouping": (grouping, 0.3),
 }

@@ -36,6 +36,9 @@ FAULTS = (
 CONSEQUENCES = (
     "resumed",
     "fenced",
+    "aborted",
+    "read",
+    "files shared",
     "outcome unknown",
     "committed again",
     "chunks healed",
