@@ -111,14 +111,21 @@ class RelayProcess:
         return self
 
     def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
+        self.send(signal.SIGKILL)
         self._process.wait()
 
-    def stop(self) -> tuple[int, str]:
-        """Stop it as an operator would; return its exit status and what it told."""
-        self._process.terminate()
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> tuple[int, str]:
+        """Wait for the end; return the exit status and what it told."""
         _, told = self._process.communicate(timeout=60)
         return self._process.returncode, told
+
+    def stop(self) -> tuple[int, str]:
+        """Stop it as an operator would."""
+        self.send(signal.SIGTERM)
+        return self.wait()
 
     def __exit__(self, *exc: object) -> None:
         if self._process.poll() is None:

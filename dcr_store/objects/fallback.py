@@ -125,7 +125,7 @@ class FallbackObjects:
 
     # ------------------------------------------------------------------ operations
 
-    def _try_all(self, call: Callable[[ObjectStore], T], *, is_immutable: bool = False) -> T:
+    def _try_all(self, call: Callable[[ObjectStore], T], *, is_immutable: bool = False, is_write: bool = False) -> T:
         """Return the first answer; raise ``TransientError`` where another try of one of them may help."""
         failures: list[Exception] = []
         missing: NotFoundError | None = None
@@ -139,7 +139,8 @@ class FallbackObjects:
                     raise
                 missing = error
             except (StorageError, OutcomeUnknownError, IntegrityError) as error:
-                self._failed(number, error)
+                if not (is_write and isinstance(error, StorageError) and not is_transient(error)):
+                    self._failed(number, error)  # who only refuses to write is good for reading
                 failures.append(error)
             else:
                 self._works(number)
@@ -179,7 +180,11 @@ class FallbackObjects:
     def put(self, key: str, data: Bytes) -> None:
         """Store an object, atomically and durably, over whatever is there."""
         check_key(key)
-        retrying(self._policy, "put", key, lambda: self._try_all(lambda member: member.put(key, data)))
+
+        def attempt() -> None:
+            self._try_all(lambda member: member.put(key, data), is_write=True)
+
+        retrying(self._policy, "put", key, attempt)
 
     def put_if_absent(self, key: str, data: Bytes) -> bool:
         """Create an object, atomically and durably, unless the key is taken.
@@ -201,7 +206,7 @@ class FallbackObjects:
             self._policy,
             key,
             body,
-            lambda: self._try_all(lambda member: member.put_if_absent(key, body)),
+            lambda: self._try_all(lambda member: member.put_if_absent(key, body), is_write=True),
             lambda: self._try_all(lambda member: member.get(key)),
         )
 
@@ -223,7 +228,11 @@ class FallbackObjects:
     def delete(self, key: str) -> None:
         """Delete an object; one that does not exist is no error."""
         check_key(key)
-        retrying(self._policy, "delete", key, lambda: self._try_all(lambda member: member.delete(key)))
+
+        def attempt() -> None:
+            self._try_all(lambda member: member.delete(key), is_write=True)
+
+        retrying(self._policy, "delete", key, attempt)
 
     # ------------------------------------------------------------------ streams
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import secrets
 import threading
 import time
@@ -524,3 +525,17 @@ def test_members_follow_and_promote_through_a_relay(tmp_path: Path) -> None:
             transaction.write("weight", np.zeros(4, np.int32))
         for receiver in receivers:
             receiver.close()
+
+
+def test_an_answer_of_wrong_bytes_is_never_completed(relay: RelayThread, upstream: Watched) -> None:
+    """So that a reader who does not compare cannot take them for the object either."""
+    upstream.put("a", secrets.token_bytes(5 * MIB))
+    connection = http.client.HTTPConnection(relay.url.removeprefix("http://"), timeout=30)
+    try:
+        connection.request("GET", "/v1/objects/a", headers={"Dcr-Sha256": "0" * 64})
+        answer = connection.getresponse()
+        assert answer.status == 200
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            answer.read()
+    finally:
+        connection.close()
