@@ -68,7 +68,10 @@ class Arriving:
 
     def _to_memory(self) -> None:
         self._memory = bytearray(os.pread(self._descriptor, self.nbytes, 0) if self.nbytes else b"")
-        self.path = None
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()  # the disk may be full
+            self.path = None
 
     def read(self, start: int, nbytes: int) -> bytes:
         """Return up to `nbytes` bytes from `start` on."""
