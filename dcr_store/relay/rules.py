@@ -23,11 +23,13 @@ def may_create(access: str, key: str) -> bool:
     return access != MEMBERS or key.startswith("groups/")
 
 
-def may_overwrite(access: str, key: str) -> bool:
-    """Return whether a put at `key`, over whatever is there, is passed on."""
+def may_overwrite(access: str, key: str, sha256: str | None) -> bool:
+    """Return whether a put at `key`, of a body of `sha256` over whatever is there, is passed on."""
     if access == MEMBERS:
         return _HINT.fullmatch(key) is not None
-    return access == ALL or not (key == "dcr.json" or key.startswith("layouts/") or _RECORD.fullmatch(key))
+    if access == PUBLISH and key.startswith("layouts/"):
+        return key == f"layouts/{sha256}.json"  # what is there already is the same
+    return access == ALL or not (key == "dcr.json" or _RECORD.fullmatch(key))
 
 
 def may_delete(access: str) -> bool:

@@ -273,8 +273,9 @@ class Relay:
         condition = request.headers.get("If-None-Match")
         if condition not in (None, "*"):
             raise _RefusedError(400, "invalid-input", "If-None-Match can only be *")
-        allowed = rules.may_overwrite if condition is None else rules.may_create
-        if not allowed(self._access, key):
+        sha256 = request.headers.get("Dcr-Sha256")
+        allowed = rules.may_create(self._access, key) if condition else rules.may_overwrite(self._access, key, sha256)
+        if not allowed:
             raise _forbidden(self._access, key)
         nbytes = request.content_length
         if nbytes is None or request.headers.get("Content-Encoding"):
@@ -289,7 +290,7 @@ class Relay:
             body = bytearray()
             async for piece in request.content.iter_any():
                 body += piece
-            if hashlib.sha256(body).hexdigest() != request.headers.get("Dcr-Sha256"):
+            if hashlib.sha256(body).hexdigest() != sha256:
                 raise _RefusedError(400, "digest", "the body is not the one that Dcr-Sha256 speaks of; nothing was put")
             if condition is None:
                 await self._write(key, lambda: self._upstream.put(key, body))

@@ -362,6 +362,7 @@ WRITES = [
     ("versions/main/000000000001-0/data/w.0/u16/mask/c/0", "publish", "publish"),
     ("dcr.json", "publish", "all"),
     ("layouts/0.json", "publish", "all"),
+    (f"layouts/{sha256(b'x')}.json", "publish", "publish"),
     ("pins/p.json", "publish", "publish"),
 ]
 

@@ -539,3 +539,59 @@ def test_an_answer_of_wrong_bytes_is_never_completed(relay: RelayThread, upstrea
             answer.read()
     finally:
         connection.close()
+
+
+def test_publishing_and_pulling_through_relays_that_are_killed_in_turn(tmp_path: Path) -> None:
+    """Answers of conditional puts are lost on the way; every version is there once, and the target is right."""
+    states = series(5)
+    checkpoints = [write_hf(tmp_path / f"step{i}", state, step=i) for i, state in enumerate(states)]
+    dcr_store.create(tmp_path / "store", chunk_elements=4096).close()
+    ports = free_ports(2)
+    done = threading.Event()
+    n_kills = 0
+
+    def start(i: int) -> RelayProcess:
+        return RelayProcess(
+            str(tmp_path / "store"),
+            directory=tmp_path / f"cache{i}",
+            port=ports[i],
+            arguments=["--access", "publish"],
+        ).__enter__()
+
+    relays = [start(0), start(1)]
+
+    def kill_in_turn() -> None:
+        nonlocal n_kills
+        while not done.is_set():
+            relays[n_kills % 2].kill()
+            relays[n_kills % 2].__exit__()
+            relays[n_kills % 2] = start(n_kills % 2)
+            n_kills += 1
+
+    killer = threading.Thread(target=kill_in_turn)
+    try:
+        with (
+            dcr_store.open(",".join(relay.url for relay in relays)) as store,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            killer.start()
+            n_published = 0
+            while n_published < len(checkpoints) or n_kills < 3:
+                checkpoint = checkpoints[n_published % len(checkpoints)]
+                with store.begin(baseline=tmp_path / "baseline") as transaction:
+                    transaction.write_checkpoint(checkpoint)
+                n_published += 1
+                store.pull(tmp_path / "node")
+                assert tree(tmp_path / "node") == tree(checkpoint)
+            done.set()
+            killer.join()
+    finally:
+        done.set()
+        if killer.is_alive():
+            killer.join()
+        for relay in relays:
+            relay.__exit__()
+    with dcr_store.open(tmp_path / "store") as store:
+        assert store.verify(deep=True).ok
+        assert [info.version for info in store.log()] == [f"main@{i}" for i in range(n_published)]
