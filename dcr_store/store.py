@@ -50,7 +50,8 @@ def create(
     Parameters
     ----------
     url : str or path
-        A directory, ``file://``, ``memory://`` or ``s3://bucket/prefix``.
+        A directory, ``file://``, ``memory://``, ``s3://bucket/prefix``, or ``http://host:port`` of a relay that
+        passes everything on.
     codec : {"dcr.delta", "portable"}
         How chunks are encoded; ``portable`` uses codecs of the Zarr core only and is larger.
     chunk_elements : int
@@ -94,7 +95,7 @@ def create(
 
 
 def open(url: Url, *, storage_options: Mapping[str, Any] | None = None) -> Store:
-    """Open a store.
+    """Open a store, by its place, by relays (``http://host:port``), or by several ways separated by commas.
 
     Raises
     ------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from collections.abc import Callable
 
 import pytest
@@ -103,14 +102,12 @@ def test_a_stream_of_wrong_bytes_fails_and_the_next_one_is_right(ways: Ways) -> 
 
 def test_wrong_bytes_everywhere_are_an_error_at_once(ways: Ways) -> None:
     ways.store.put("a", b"wrong")
-    started = time.monotonic()
     with pytest.raises(IntegrityError):
         ways.objects.get("a", sha256=RIGHT)
     for _ in range(3):
         with pytest.raises(IntegrityError):
             list(ways.objects.stream("a", RIGHT))
     assert ways.first.count("get", "a") == ways.second.count("get", "a") == 2  # the third stream asked nobody
-    assert time.monotonic() - started < IMPATIENT.deadline_s
 
 
 @pytest.mark.parametrize("break_", [unreachable, refused])
@@ -123,11 +120,11 @@ def test_nobody_answers(ways: Ways, break_: Callable[[str, str], None]) -> None:
         lambda: ways.objects.put("a", b""),
         lambda: ways.objects.put_if_absent("a", b""),
     ):
-        started = time.monotonic()
+        before = len(ways.first.requests)
         with pytest.raises(StorageError, match=r"\(injected\)"):
             call()
-        if break_ is refused:
-            assert time.monotonic() - started < 0.1  # another try would not help
+        # Another try does not help who is refused.
+        assert (len(ways.first.requests) == before + 1) == (break_ is refused)
 
 
 # ---------------------------------------------------------------------- conditional puts

@@ -71,7 +71,7 @@ def test_a_hundred_readers_at_once_cost_one_fetch(relay: RelayThread, upstream: 
     upstream.put("a", data)
     upstream.before = lambda method, key: time.sleep(0.15)
     objects = open_objects(relay.url)
-    start = threading.Barrier(100)
+    start, began = threading.Barrier(100), time.monotonic()
 
     def read(_: int) -> bytes:
         start.wait()
@@ -79,8 +79,8 @@ def test_a_hundred_readers_at_once_cost_one_fetch(relay: RelayThread, upstream: 
 
     with ThreadPoolExecutor(100) as pool:
         assert set(pool.map(read, range(100))) == {data}
-    # Without the SHA-256 an answer is good for 0.2 s only; a hundred readers take longer to start on a slow machine.
-    assert upstream.count("get") == 1 if known else upstream.count("get") <= 4
+    # Without the SHA-256 an answer is good for 0.2 s only; a hundred readers may take longer on a slow machine.
+    assert upstream.count("get") <= (1 if known else (time.monotonic() - began) / 0.2 + 1)
 
 
 def test_bytes_are_passed_on_before_all_of_them_are_there(tmp_path: Path) -> None:
