@@ -17,18 +17,23 @@ SMALL = """
 import sys
 import dcr_store
 from dcr_store.publish import partitions, spool, state
+from dcr_store.receive import transfers
 from dcr_store.versions import prefetch, replay, workers
 for module, name in (
     (partitions, "PARTITION_NBYTES"), (partitions, "IN_FLIGHT_NBYTES"), (spool, "SPOOL_NBYTES"),
-    (state, "CHANGES_NBYTES"), (prefetch, "AHEAD_NBYTES"), (replay, "GROUP_NBYTES"), (workers, "_KEEP_NBYTES"),
+    (state, "CHANGES_NBYTES"), (transfers, "IN_FLIGHT_NBYTES"),
+    (prefetch, "AHEAD_NBYTES"), (replay, "GROUP_NBYTES"), (workers, "_KEEP_NBYTES"),
 ):
     setattr(module, name, getattr(module, name) // 16)
 store = dcr_store.open(sys.argv[2])
 if sys.argv[1] == "publish":
     with store.begin(baseline=sys.argv[2] + "-baseline") as transaction:
         transaction.write_checkpoint(sys.argv[3])
-else:
+elif sys.argv[1] == "pull":
     store.pull(sys.argv[3])
+else:
+    with store.receiver(sys.argv[3]) as receiver:
+        receiver.follow(once=True)
 """
 
 
@@ -71,7 +76,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         everything = delta ^ rng.integers(1, 1 << 16, anchor.size, np.uint16)
         for what, bits in (("anchor", anchor), ("delta", delta), ("everything", everything)):
             write(Path(checkpoint).with_suffix(".safetensors"), bits, n_mib)
-            for verb, place in (("publish", f"{checkpoint}.safetensors"), ("pull", target)):
+            # Followed from the version before: all of it goes through the spool.
+            verbs = [("publish", f"{checkpoint}.safetensors"), ("follow" if what == "everything" else "pull", target)]
+            for verb, place in verbs:
                 peaks.setdefault(f"{verb} {what}", []).append(peak(verb, store, place))
     for what, (small, large) in peaks.items():
         # Four times the model. Chunks wait in threads, as luck will have it, and rows of each chunk are kept.
