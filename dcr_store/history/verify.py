@@ -15,10 +15,12 @@ from dcr_store.errors import DcrError, FormatError, IntegrityError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import JournalEntry, Manifest, ObjectRef
 from dcr_store.format.names import STORE_KEY, layout_key
+from dcr_store.history.group_check import check_group_log
 from dcr_store.history.log_check import LogCheck, check_log
 from dcr_store.history.report import Problem, VerifyReport
 from dcr_store.layout.layout import Layout
 from dcr_store.log.fold import VersionRow
+from dcr_store.log.group import group_names
 from dcr_store.objects.threads import Threads
 from dcr_store.payload import version as payload
 from dcr_store.targets.space_file import SpaceFiles
@@ -74,6 +76,8 @@ def verify(catalog: Catalog, version: str | None = None, *, deep: bool = False) 
             continue
         _take_log(findings, checked)
         versions += chain if version is not None else [Located(line, row) for row in checked.rows]
+    if chosen is None and version is None:
+        _check_groups(catalog, findings)
     total, done = sum(located.row.counts.nbytes for located in versions), 0
     for located in versions:
         _check_version(catalog, located, findings)
@@ -89,6 +93,26 @@ def verify(catalog: Catalog, version: str | None = None, *, deep: bool = False) 
         [located.name for located in versions],
         unreferenced,
     )
+
+
+def _check_groups(catalog: Catalog, findings: _Findings) -> None:
+    try:
+        names = group_names(catalog.objects)
+    except StorageError as error:
+        findings.add(Problem.of(error, "groups/"))
+        return
+    for name in names:
+        try:
+            checked = check_group_log(catalog, name)
+        except DcrError as error:
+            if isinstance(error, StorageError) and error.key is None:  # of this process, not of a place in the store
+                raise
+            findings.add(Problem.of(error, f"groups/{name}/"))
+            continue
+        for problem in checked.problems:
+            findings.add(problem)
+        findings.checked.update({key: checked.sizes.get(key, 0) for key in checked.read})
+        findings.referenced.update(checked.sizes)
 
 
 def _lines(catalog: Catalog, findings: _Findings) -> list[str]:
