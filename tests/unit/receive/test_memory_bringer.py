@@ -352,6 +352,24 @@ def test_load_into_tells_what_it_did(store: Store) -> None:
         store.load_into("a/directory")
 
 
+@pytest.mark.usefixtures("way")
+def test_a_receiver_keeps_a_module_at_the_newest_version(store: Store) -> None:
+    module = torch.nn.Module()
+    for name, tensor in STATES[0].items():
+        module.register_buffer(name, tensor.clone())
+    buffers = dict(module.named_buffers())
+    with store.receiver(module) as receiver:
+        for number in (2, 4):
+            receiver.follow(until=f"main@{number}")
+            assert_is(buffers, number)
+            active = receiver.active()
+            assert active is not None
+            assert active.version == f"main@{number}"
+        publish_state(store, STATES[1])
+        receiver.follow(until="main@5")
+        assert_is(buffers, 1)
+
+
 def test_which_targets_are_tensors() -> None:
     assert isinstance(bringer_of({}), StateDictBringer)
     assert isinstance(bringer_of(torch.nn.Linear(2, 2)), StateDictBringer)
