@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -43,13 +43,21 @@ class Counts:
     spooled: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    """A transfer that has not ended, and whether it is of something that is surely needed."""
+
+    future: Future[bool]
+    is_needed: bool
+
+
 class Transfers:
     """Fetches objects into a spool and takes them from there. Safe to use from several threads."""
 
     def __init__(self, objects: ObjectStore, spool: Spool) -> None:
         self.objects, self.spool = objects, spool
         self.counts = Counts()
-        self._flying: dict[str, Future[bool]] = {}
+        self._flying: dict[str, _Flying] = {}
         self._in_flight_nbytes = 0
         self._changed = threading.Condition()
         self._needed = ThreadPoolExecutor(_N_FETCHERS, "dcr-fetch")
@@ -71,20 +79,25 @@ class Transfers:
         """
         with self._changed:
             flying = self._flying.get(ref.sha256)
-            if flying is not None and (tag is not None or flying.running() or flying.done() or not flying.cancel()):
-                return flying
+            if flying is not None and (tag is not None or flying.is_needed):
+                return flying.future
+            # What is only fetched ahead, and runs already, may end without having fetched anything.
+            before = None if flying is None or flying.future.cancel() else flying.future
             pool = self._needed if tag is None else self._ahead
-            future = pool.submit(self._bring, ref, tag)
-            self._flying[ref.sha256] = future
+            future = pool.submit(self._bring, ref, tag, before)
+            self._flying[ref.sha256] = _Flying(future, tag is None)
         future.add_done_callback(lambda done: self._land(ref.sha256, done))
         return future
 
     def _land(self, sha256: str, future: Future[bool]) -> None:
         with self._changed:
-            if self._flying.get(sha256) is future:
+            flying = self._flying.get(sha256)
+            if flying is not None and flying.future is future:
                 del self._flying[sha256]
 
-    def _bring(self, ref: ObjectRef, tag: Tag | None) -> bool:
+    def _bring(self, ref: ObjectRef, tag: Tag | None, before: Future[bool] | None) -> bool:
+        if before is not None:
+            wait([before])
         if self.spool.has(ref, tag):
             return True
         slot = self.spool.reserve(ref, tag)
@@ -105,9 +118,9 @@ class Transfers:
         """
         with self._changed:
             flying = self._flying.get(item.ref.sha256)
-        if flying is not None and not flying.cancel():
+        if flying is not None and not flying.future.cancel():
             try:
-                flying.result()
+                flying.future.result()
             except (DcrError, CancelledError):
                 events.reached("transfer.lost", item.key)  # fetched now, and if that fails too, with its own error
         data = self.spool.get(item.ref)

@@ -289,6 +289,30 @@ def test_what_has_no_room(objects: Watched, tmp_path: Path) -> None:
     transfers.close()
 
 
+def test_what_was_not_fetched_ahead_is_fetched_when_it_is_needed(objects: Watched, tmp_path: Path) -> None:
+    """The transfer ahead of the commit is about to find that there is no room."""
+    gate, asked = threading.Event(), threading.Event()
+
+    class Full(Spool):
+        def reserve(self, ref: ObjectRef, tag: Tag | None = None) -> None:
+            asked.set()
+            if tag is not None:
+                gate.wait(20)
+
+    ref, data = blob(0)
+    objects.inner.put(ref.key, data[:-1] + b"x")
+    transfers = Transfers(objects, Full(tmp_path / "spool"))
+    ahead = transfers.want(ref, TAG)
+    assert asked.wait(20)
+    needed = transfers.want(ref)
+    assert transfers.want(ref) is needed
+    gate.set()
+    assert ahead.result() is False
+    with pytest.raises(IntegrityError):
+        needed.result()
+    transfers.close()
+
+
 def test_transfers_that_fail(spool: Spool, objects: Watched) -> None:
     ref, data = blob(0)
     objects.inner.put(ref.key, data[:-1] + b"x")
