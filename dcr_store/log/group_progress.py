@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dcr_store.format.names import version_name
 from dcr_store.log.group import AckReader, GroupLog
 from dcr_store.log.group_fold import GroupState
 
@@ -26,9 +27,8 @@ class Progress:
         """Whether the active version is this one of the line, or one after it."""
         return self.state.active is not None and self.state.active.number >= number
 
-    @property
-    def waits_for(self) -> str:
-        """What has to happen before the next promotion, on one line."""
+    def waits_for(self, newest: int | None) -> str:
+        """Return what has to happen before the next promotion; `newest` is the number of the line's head."""
         state, proposed = self.state, self.state.proposed
         waits = [f"{name} to be admitted" for name in state.awaited]
         if not waits and not state.members:
@@ -37,8 +37,15 @@ class Progress:
             late = [name for name in state.members if name not in self.prepared]
             waits += [f"{name} to prepare {proposed.version}" for name in late]
             return ", ".join(waits) or f"a member to promote {proposed.version}, which all have prepared"
-        who = "an operator" if state.policy.proposing == "manual" else "a member"
-        return ", ".join(waits) or f"{who} to propose a version"
+        if waits:
+            return ", ".join(waits)
+        if newest is None or (state.active is not None and state.active.number == newest):
+            return f"the next version of {state.line}"
+        if state.policy.proposing == "manual":
+            return "an operator to propose a version"
+        if state.highest is not None and newest <= state.highest:
+            return f"the next version of {state.line}, or an operator to propose one"
+        return f"a member to propose {version_name(state.line, newest)}"
 
 
 def read_progress(log: GroupLog, acks: AckReader) -> Progress:

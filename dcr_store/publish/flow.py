@@ -65,7 +65,7 @@ class Flow:
         if behind:
             raise LagError(
                 f"{version_name(self.line, next_version)} would be more than {max_ahead} ahead; begin again when "
-                f"they have caught up: {_told(behind)}",
+                f"they have caught up: {_told(behind, next_version - 1)}",
                 key=self.line,
             )
 
@@ -87,7 +87,7 @@ class Flow:
             if left_s <= 0:
                 raise LagError(
                     f"{version_name(self.line, number)} is committed, but not promoted everywhere after {timeout_s:g} s"
-                    f": {_told(behind)}; commit again to go on waiting",
+                    f": {_told(behind, number)}; commit again to go on waiting",
                     key=version_name(self.line, number),
                 )
             time.sleep(min(delay_s, left_s))
@@ -97,9 +97,9 @@ class Flow:
         return [read_progress(log, acks) for log, acks in self._groups]
 
 
-def _told(behind: list[Progress]) -> str:
+def _told(behind: list[Progress], newest: int) -> str:
     return "; ".join(
         f"group {item.state.group} is at {'no version' if item.state.active is None else item.state.active.version} "
-        f"and waits for {item.waits_for}"
+        f"and waits for {item.waits_for(newest)}"
         for item in behind
     )

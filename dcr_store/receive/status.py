@@ -135,7 +135,7 @@ def group_status(catalog: Catalog, group: str) -> GroupStatus:
         None if active is None else active.root,
         None if proposed is None else proposed.version,
         max(0, n_versions - (0 if active is None else active.number + 1)),
-        progress.waits_for,
+        progress.waits_for(None if head is None else head.version),
         policy.admission,
         policy.proposing,
         policy.drop_after_s,

@@ -138,7 +138,7 @@ def test_status(shell: Shell, place: Path) -> None:
     ]
     assert (found["groups"][1]["admission"], found["groups"][1]["proposing"]) == ("anyone", "manual")
     told = shell.text("status", place)
-    for words in ("main@2 by run-17", "applies main@1", "a first member to be admitted", "a member to propose"):
+    for words in ("main@2 by run-17", "applies main@1", "a first member to be admitted", "the next version of main"):
         assert words in told
     pending.abort()
 

@@ -323,19 +323,28 @@ def test_what_a_promotion_waits_for(objects: Watched) -> None:
         return read_progress(log, acks)
 
     log.create("main", ["a", "b"], Policy())
-    assert now().waits_for == "a to be admitted, b to be admitted"
+    assert now().waits_for(None) == "a to be admitted, b to be admitted"
     for name in ("a", "b"):
         log.admit(name, incarnation(name))
-    assert now().waits_for == "a member to propose a version"
+    assert now().waits_for(None) == "the next version of main"
+    assert now().waits_for(4) == "a member to propose main@4"
     log.propose(version(4))
     acknowledge(log, "prepared", "b")
-    assert now().waits_for == "a to prepare main@4"
+    assert now().waits_for(5) == "a to prepare main@4"
     acks_found = acknowledge(log)
-    assert now().waits_for == "a member to promote main@4, which all have prepared"
+    assert now().waits_for(5) == "a member to promote main@4, which all have prepared"
     log.promote(log.state.proposed, acks_found)  # type: ignore[arg-type]
+    assert now().waits_for(4) == "the next version of main"
     assert [now().has_promoted(number) for number in (3, 4, 5)] == [True, True, False]
     acknowledge(log, "applied", "a")
     assert now().applied == {"a"}
+    log.propose(version(5))
+    log.withdraw("bad")
+    assert now().waits_for(5) == "the next version of main, or an operator to propose one"
     for name in ("a", "b"):
         log.drop(name, "gone")
-    assert now().waits_for == "a first member to be admitted"
+    assert now().waits_for(5) == "a first member to be admitted"
+    by_hand = opened(objects, "us")
+    by_hand.create("main", [], Policy(admission="anyone", proposing="manual"))
+    by_hand.admit("a", incarnation("a"))
+    assert read_progress(by_hand, AckReader(objects, "us")).waits_for(4) == "an operator to propose a version"
