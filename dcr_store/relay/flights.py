@@ -100,7 +100,7 @@ class Flights:
         self._cache, self._stream, self._executor = cache, stream, executor
         self._flights: dict[_Id, Flight] = {}
         self._is_closed = False
-        self.n_begun = 0
+        self.n_begun = self.n_landed = 0
         self.nbytes = 0
 
     def find(self, key: str, sha256: str) -> Flight | None:
@@ -134,6 +134,7 @@ class Flights:
             if self._flights.get((key, sha256)) is flight:
                 del self._flights[key, sha256]
             self.nbytes += flight.nbytes
+            self.n_landed += 1
             flight.end(error)
 
         self._executor.submit(bring)

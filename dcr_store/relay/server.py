@@ -159,16 +159,20 @@ class Relay:
                 )
                 return self._sent(_found(value))
             return await self._get_range(key, start, stop, past)
-        if flight := self._flights.find(key, sha256):
-            return await self._pass_on(request, flight, start, stop)
-        file = await self._run(self._disk, lambda: self._cache.open(key, sha256, doubted=past))
+        while True:
+            if flight := self._flights.find(key, sha256):
+                return await self._pass_on(request, flight, start, stop)
+            n_landed = self._flights.n_landed
+            file = await self._run(self._disk, lambda: self._cache.open(key, sha256, doubted=past))
+            # While the disk was asked the object may have begun to arrive, and may even have arrived.
+            if file is not None or n_landed == self._flights.n_landed:
+                break
         if file is not None:
             with file:
                 return await self._send_file(request, file, start, stop)
         if stop is not None:
             return await self._get_range(key, start, stop, past)
         # From a place on: somebody's transfer broke off elsewhere, and others may come with other places.
-        # Looked for again: it may have been begun while the disk was asked.
         flight = self._flights.find(key, sha256) or self._flights.begin(key, sha256, past=past)
         return await self._pass_on(request, flight, start, stop)
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -132,6 +133,34 @@ def test_a_tree_fetches_one_copy(tmp_path: Path, upstream: Watched) -> None:
         assert left <= 1.05 * sum(map(len, contents.values()))
         assert upstream.count("get") == len(contents)
         assert sum(relay.status()["served_nbytes"] for relay in levels[-1]) == 32 * sum(map(len, contents.values()))
+
+
+def test_an_object_that_arrives_while_the_disk_is_asked_is_not_fetched_again(
+    relay: RelayThread, upstream: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One reader looks at the disk, finds nothing, and is slow to say so; meanwhile another one has it brought."""
+    from dcr_store.relay.cache import Cache
+
+    upstream.put("a", b"right")
+    looked, arrived = threading.Event(), threading.Event()
+    open_kept = Cache.open
+
+    def slow(self: Cache, key: str, digest: str, *, doubted: bool = False) -> BinaryIO | None:
+        found = open_kept(self, key, digest, doubted=doubted)
+        if not looked.is_set():
+            looked.set()
+            assert arrived.wait(30)
+        return found
+
+    monkeypatch.setattr(Cache, "open", slow)
+    objects = open_objects(relay.url)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(objects.get, "a", sha256=sha256(b"right"))
+        assert looked.wait(30)
+        assert objects.get("a", sha256=sha256(b"right")) == b"right"
+        arrived.set()
+        assert first.result() == b"right"
+    assert upstream.count("get") == 1
 
 
 # ---------------------------------------------------------------------- what is kept
