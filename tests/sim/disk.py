@@ -79,7 +79,7 @@ class Disk:
             last = max((i for i, (parents, _) in enumerate(self.journal) if path in parents), default=-1)
             del self.journal[: last + 1]
         elif os.path.exists(path):
-            self.durable[os.stat(path).st_ino] = _read(path)
+            self.durable[os.stat(path).st_ino] = read_file(path)
 
     # ------------------------------------------------------------------ power loss
 
@@ -97,8 +97,16 @@ class Disk:
         self.has_changed = True
         return n_reverted
 
+    def rot(self, rng: Random) -> None:
+        """Change one byte of a baseline, if there is one: nobody has promised that its files stay as they are."""
+        for name in ("u16.bin", "u8.bin"):
+            path = f"{self.root}/baseline/{name}"
+            if os.path.exists(path) and (data := bytearray(read_file(path))):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+                _write_over(path, bytes(data))
+
     def _tear(self, path: str, rng: Random) -> int:
-        new, inode = _read(path), os.stat(path).st_ino
+        new, inode = read_file(path), os.stat(path).st_ino
         old = self.durable.get(inode, b"")
         if old == new or rng.random() < 0.3:
             self.durable[inode] = new  # it had been written back
@@ -116,10 +124,20 @@ class Disk:
         return n_reverted
 
 
-def _read(path: str) -> bytes:
+def read_file(path: str) -> bytes:
+    """Return a file's bytes, past the wrapped calls."""
     descriptor = REAL["open"](path, os.O_RDONLY)
     try:
         return os.pread(descriptor, 1 << 20, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _write_over(path: str, data: bytes) -> None:
+    """Write to a file that is mapped, without making it shorter on the way."""
+    descriptor = REAL["open"](path, os.O_WRONLY)
+    try:
+        REAL["pwrite"](descriptor, data, 0)
     finally:
         os.close(descriptor)
 
@@ -315,7 +333,7 @@ def _keep(disk: Disk, path: str) -> Callable[[], None]:
         return lambda: REAL["symlink"](leads_to, path)
     if not os.path.isfile(path):
         return lambda: None
-    content, durable = _read(path), disk.durable.get(os.stat(path).st_ino)
+    content, durable = read_file(path), disk.durable.get(os.stat(path).st_ino)
 
     def restore() -> None:
         _write(path, content)

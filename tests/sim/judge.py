@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sim.disk import read_file
 from sim.library import CHUNK_ELEMENTS, Library, State
 from sim.objects import PlainObjects
 from sim.scheduler import ViolationError
@@ -96,7 +97,7 @@ class Judge:
         )
         self.catalog._cache = OrderedDict(library.cache)
         self._held: tuple[int, MemoryTarget] | None = None
-        self._markers: dict[str, tuple[tuple[int, int], int | None]] = {}
+        self._markers: dict[str, tuple[bytes, int | None]] = {}
         self.on_group_record: Callable[[str, int, bytes], None] = lambda group, seq, data: None
 
     # ------------------------------------------------------------------ objects
@@ -207,22 +208,20 @@ class Judge:
         self.told_version(note["version"], note["root"])
 
     def _clean_version(self, directory: str) -> int | None:
-        path = Path(directory, ".dcr", "marker.json")
         try:
-            status = path.stat()
+            data = read_file(f"{directory}/.dcr/marker.json")
         except OSError:
             return None
         seen, version = self._markers.get(directory, (None, None))
-        found = status.st_ino, status.st_mtime_ns
-        if seen != found:
+        if seen != data:
             version = None
             try:
-                body = json.loads(path.read_bytes())["body"]
+                body = json.loads(data)["body"]
                 if body["state"] == "clean":
                     version = int(body["target"].rpartition("@")[2])
             except (ValueError, KeyError, TypeError):
                 pass  # torn, and so not clean
-            self._markers[directory] = found, version
+            self._markers[directory] = data, version
         return version
 
     def require_prepared(self, disk: Disk, number: int) -> None:

@@ -47,7 +47,9 @@ def publishing(stage: Stage, seed: int) -> World:
     rng = world.rng
     last = rng.choice([1, 1, 2, 2, 3])
     n = rng.choice([0, 1, 1, 2, 2, 3, 4, 6])
-    world.set_faults(n, rng.choice([0.01, 0.03, 0.1]), {**OBJECT_FAULTS, **PROCESS_FAULTS, **FILE_FAULTS, "power": 3.0})
+    world.set_faults(
+        n, rng.choice([0.01, 0.03, 0.1]), {**OBJECT_FAULTS, **PROCESS_FAULTS, **FILE_FAULTS, "power": 3.0, "rot": 2.0}
+    )
     takes_over = rng.choice([0.0, 0.0, 0.3])
     world.add_role("trainer", world.add_host(), publisher(last, "run", takes_over=takes_over))
     if rng.random() < 0.3:
@@ -88,7 +90,7 @@ def following(stage: Stage, seed: int) -> World:
     world = stage.world(seed, stage.short)
     rng = world.rng
     n = rng.choice([0, 1, 2, 3, 4, 6])
-    kinds = {**OBJECT_FAULTS, **PROCESS_FAULTS, **FILE_FAULTS, "power": 3.0}
+    kinds = {**OBJECT_FAULTS, **PROCESS_FAULTS, **FILE_FAULTS, "power": 3.0, "rot": 2.0}
     world.set_faults(n, rng.choice([0.01, 0.03]), kinds)
     last = rng.choice([1, 2, 4])
     world.add_role("trainer", world.add_host(), publisher(last, "run"))

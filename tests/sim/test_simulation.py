@@ -32,6 +32,7 @@ FAULTS = (
     "short",
     "torn",
     "pages reverted",
+    "rot",
 )
 CONSEQUENCES = (
     "resumed",

@@ -72,7 +72,7 @@ class Fates:
             return None
         kind = self.rng.choices(self._kinds, self._weights)[0]
         self.n_left -= 1
-        if kind in ("crash", "sleep", "power"):
+        if kind in ("crash", "sleep", "power", "rot"):
             return kind
         if kind == "lag":
             self.world.count("lag")
@@ -252,6 +252,8 @@ class World:
             if actor is role.newest and not role.is_done:
                 self._start(role, self.rng.uniform(*role.restart_s))
             scheduler.step("asleep")
+        elif kind == "rot":
+            role.host.rot(self.rng)
         else:
             self.cut_power()
 
