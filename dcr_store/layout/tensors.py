@@ -180,8 +180,8 @@ def _torch_bits(name: str, tensor: torch.Tensor) -> TensorBits:
         if plain.itemsize in integers:
             plain = plain.view(integers[plain.itemsize])
         flat = plain.contiguous().cpu().reshape(-1)
-        if flat.numel() == 1:
-            flat = flat.as_strided((1,), (1,))  # contiguous with any stride, but not to be viewed as octets
+        if flat.numel() <= 1:
+            flat = flat.as_strided((flat.numel(),), (1,))  # contiguous with any stride, but not to be viewed as octets
         octets = flat.view(torch.uint8).numpy()
     except (RuntimeError, TypeError) as error:
         raise InvalidInputError(

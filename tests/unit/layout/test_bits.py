@@ -283,3 +283,13 @@ def test_torch_is_not_imported_for_numpy_arrays() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", [name for name in DTYPES if not DTYPES[name].packed])
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 0), (0, 3), (1, 1)])
+def test_torch_tensors_of_few_values_and_any_stride(name: str, shape: tuple[int, ...]) -> None:
+    bits = random_bits(name, (40,))
+    memory = to_array(bits, name, (40,), "torch")
+    found = as_bits("a", memory.as_strided(shape, [7, 2][: len(shape)], 1))
+    assert (found.dtype, found.shape) == (name, shape)
+    assert found.bits.tobytes() == bits.reshape(40, -1)[1 : 1 + int(np.prod(shape))].tobytes()
