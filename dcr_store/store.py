@@ -224,7 +224,7 @@ class Store:
         flow = Flow(self._catalog, line, ahead_of)
         if (max_ahead is None) == bool(flow.groups):
             raise InvalidInputError("max_ahead and ahead_of go together", key="max_ahead", found=max_ahead)
-        if max_ahead is not None and (not isinstance(max_ahead, int) or max_ahead < 1):
+        if max_ahead is not None and (isinstance(max_ahead, bool) or not isinstance(max_ahead, int) or max_ahead < 1):
             raise InvalidInputError("is no distance", key="max_ahead", expected="1 or more", found=max_ahead)
 
         def check(state: LineState) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from dcr_store import events
-from dcr_store.errors import ConflictError, FormatError, NotFoundError
+from dcr_store.errors import ConflictError, FormatError, InvalidInputError, NotFoundError
 from dcr_store.format import canonical
 from dcr_store.format.fields import Fields, now
 from dcr_store.format.groups import (
@@ -190,6 +190,7 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
             If it is no member (any more).
         """
         check_member(name)
+        _check_reason(reason)
 
         def decide(state: GroupState) -> Drop:
             self._require_created(state)
@@ -258,6 +259,7 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
         ConflictError
             If none stands, or another one.
         """
+        _check_reason(reason)
 
         def decide(state: GroupState) -> Withdraw:
             self._require_created(state)
@@ -318,6 +320,11 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
         with contextlib.suppress(_AlreadyError):
             self.append(decide)
         return self.state
+
+
+def _check_reason(reason: object) -> None:
+    if not isinstance(reason, str):
+        raise InvalidInputError("the reason is no text", key="reason", expected="text", found=type(reason).__name__)
 
 
 class _AlreadyError(ConflictError):

@@ -31,7 +31,7 @@ class Flow:
     """
 
     def __init__(self, catalog: Catalog, line: str, groups: Iterable[str]) -> None:
-        if isinstance(groups, str):
+        if isinstance(groups, str) or not isinstance(groups, Iterable):
             raise InvalidInputError("is no list of groups", key="groups", expected="names in a list", found=groups)
         self.line = line
         self.groups = list(dict.fromkeys(map(check_group, groups)))

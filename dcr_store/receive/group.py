@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dcr_store.errors import InvalidInputError
+from dcr_store.format.fields import MAX_COUNT
 from dcr_store.format.groups import ADMISSIONS, PROPOSING, Policy, VersionRoot
 from dcr_store.format.names import check_line
 from dcr_store.log.group import GroupLog
@@ -96,7 +97,8 @@ def create_group(
     for key, found, choices in (("admission", admission, ADMISSIONS), ("proposing", proposing, PROPOSING)):
         if found not in choices:
             raise InvalidInputError(f"unknown {key}", key=key, expected=" or ".join(choices), found=found)
-    if drop_after_s is not None and (not isinstance(drop_after_s, int) or drop_after_s < 1):
+    is_seconds = isinstance(drop_after_s, int) and not isinstance(drop_after_s, bool) and 1 <= drop_after_s <= MAX_COUNT
+    if drop_after_s is not None and not is_seconds:
         raise InvalidInputError(
             "is no number of seconds", key="drop_after_s", expected="an integer of 1 or more", found=drop_after_s
         )

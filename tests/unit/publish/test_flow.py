@@ -140,6 +140,9 @@ class TestRunningAhead:
             ({"ahead_of": ["eu"]}, "go together"),
             ({"max_ahead": 0, "ahead_of": ["eu"]}, "is no distance"),
             ({"max_ahead": "1", "ahead_of": ["eu"]}, "is no distance"),
+            ({"max_ahead": True, "ahead_of": ["eu"]}, "is no distance"),
+            ({"max_ahead": 1, "ahead_of": 3}, "is no list of groups"),
+            ({"max_ahead": 1, "ahead_of": "eu"}, "is no list of groups"),
         ):
             with pytest.raises(InvalidInputError, match=says):
                 store.begin(**options)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 from watched import Watched
 
 import dcr_store
-from dcr_store.errors import ConflictError, FencedError, IntegrityError, NotFoundError
+from dcr_store.errors import ConflictError, FencedError, IntegrityError, InvalidInputError, NotFoundError
 from dcr_store.format.groups import GroupVersion, VersionRoot
 from dcr_store.receive.member import Member, Wanted, plan
 from dcr_store.store import Store
@@ -348,3 +348,31 @@ def test_polling_costs_a_constant_number_of_requests(store: Store) -> None:
     a.applied(a.active, a.active.root)  # type: ignore[arg-type,union-attr]
     a.step()
     assert requests(a.step) == 2, "the group's log and the line's"
+
+
+def test_what_an_operator_asks_wrongly(store: Store) -> None:
+    group = store.create_group("eu", ["a"])
+    before = store._objects.list("groups/")
+    create: Any = store.create_group
+    act: Any = group
+    for wrong, says in (
+        (lambda: create(None), "cannot name a group"),
+        (lambda: create("us", 3), "is no list of names"),
+        (lambda: create("us", "a"), "is no list of names"),
+        (lambda: create("us", [3]), "cannot name a member"),
+        (lambda: create("us", line="a/b"), "cannot name a line"),
+        (lambda: create("us", admission="nobody"), "unknown admission"),
+        (lambda: create("us", proposing=None), "unknown proposing"),
+        *(
+            (lambda n=n: create("us", drop_after_s=n), "is no number of seconds")
+            for n in (0, -1, True, 1.5, "3", 2**53)
+        ),
+        (lambda: act.propose(3), "is no version"),
+        (lambda: act.withdraw("main@0", 3), "the reason is no text"),
+        (lambda: act.drop("a", None), "the reason is no text"),
+        (lambda: act.drop(None), "cannot name a member"),
+        (lambda: act.admit("a.b"), "cannot name a member"),
+    ):
+        with pytest.raises(InvalidInputError, match=says):
+            wrong()
+    assert store._objects.list("groups/") == before
