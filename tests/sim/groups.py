@@ -18,6 +18,7 @@ from dcr_store.log.group import GroupLog
 from dcr_store.receive.member import Member
 
 if TYPE_CHECKING:
+    from sim.disk import Disk
     from sim.scheduler import Actor
     from sim.world import Role, World
 
@@ -116,16 +117,20 @@ class Group:
                 self.fold.advance(self.fold.length, data)
         world.judge.on_group_record = lambda group, seq, data: self.fold.advance(seq, data)
 
-    def watch(self, member: Member, role: Role | None = None) -> None:
+    def watch(self, member: Member, host: Callable[[], Disk | None] = lambda: None) -> None:
         """Note what a member prepares, before it says so: from there on it could apply it.
 
-        Where its role keeps a directory, that is checked, unless another incarnation may be changing it.
+        Parameters
+        ----------
+        host : callable
+            Returns where its directory is, by which that is checked; None if it has none for itself.
         """
         acknowledge = member.prepared
 
         def prepared(version: GroupVersion, base_root: str | None, root: str) -> None:
-            if role is not None and len(role.actors) == 1:
-                self.judge.require_prepared(role.host, version.number)
+            disk = host()
+            if disk is not None:
+                self.judge.require_prepared(disk, version.number)
             self.fold.prepared.add((member.name, member.incarnation, version.version, version.proposal))
             acknowledge(version, base_root, root)
 
