@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from dcr_store.errors import IntegrityError
 from dcr_store.format.documents import SPACES
 from dcr_store.payload.version import SealedPartition, VersionContents, fetch
 from dcr_store.targets.memory import MemoryTarget
-from dcr_store.targets.native.changes import Changes, named
+from dcr_store.targets.native.changes import Changes, batched, named
 from dcr_store.targets.native.target import Loaded, LoaderChangedError, NativeLoaderTarget
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.changes import TensorChanges, iter_changes
@@ -31,9 +31,6 @@ from dcr_store.versions.workers import worker_pool
 if TYPE_CHECKING:
     from dcr_store.layout.dtypes import Bits
     from dcr_store.layout.layout import Layout
-
-BATCH_NBYTES: Final = 256 << 20
-"""Values are read from the store in batches of about so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +134,8 @@ class NativeBringer:
     def _whole(self, reader: _Reader) -> Iterator[tuple[str, Bits]]:
         assert self._target.plan is not None
         fallbacks = self._target.plan.fallbacks
-        for name, bits in reader.all_values():
+        for name, bits in batched(reader.layout, set(reader.layout.names()), reader.values):
+            assert bits is not None
             if name in fallbacks:
                 self._kept[reader.layout.entry(name).name] = bits
             yield name, bits
@@ -184,19 +182,6 @@ class _Reader:
             places[space][elsewhere] = self._path.goal
         replay(self._objects, self._path, target, places, fetcher=self._fetch)
         return {name: tensor.bits for name, tensor in target.tensors().items()}
-
-    def all_values(self) -> Iterator[tuple[str, Bits]]:
-        """Yield all names with their bits, some read at a time."""
-        batch: list[str] = []
-        nbytes = 0
-        for entry in self.layout.tensors:
-            batch += [entry.name, *entry.aliases]
-            nbytes += entry.n_elements * np.dtype(f"u{int(entry.space[1:]) // 8}").itemsize
-            if nbytes >= BATCH_NBYTES:
-                yield from self.values(batch).items()
-                batch, nbytes = [], 0
-        if batch:
-            yield from self.values(batch).items()
 
     def changes(self, edges: Iterable[VersionContents]) -> dict[str, Changes]:
         """Return what versions change one after the other, as one change of each tensor, by the layout's names."""

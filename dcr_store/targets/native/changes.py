@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dcr_store.layout.dtypes import Bits, uint_dtype
+from dcr_store.layout.dtypes import Bits, uint_dtype, width
 from dcr_store.layout.tensors import to_array
 from dcr_store.targets.native.memory import integers, view_of
 
@@ -20,11 +20,38 @@ if TYPE_CHECKING:
     from dcr_store.layout.layout import Layout
 
 
+BATCH_NBYTES: Final = 256 << 20
+"""Values are read in batches of about so many bytes."""
+
+Values = Callable[[Iterable[str]], Mapping[str, Bits]]
+"""Returns the bits of tensors by name, as the module holds them or soon will."""
+
+
 def named(layout: Layout) -> Iterator[tuple[str, TensorEntry]]:
     """Yield the names that a loader is given, in this order: each tensor's, then its aliases."""
     for entry in layout.tensors:
         for name in (entry.name, *entry.aliases):
             yield name, entry
+
+
+def batched(layout: Layout, wanted: Container[str], values: Values) -> Iterator[tuple[str, Bits | None]]:
+    """Yield all names as ``named`` does, with the bits of those wanted, some of which are read at a time."""
+    batch: list[str] = []
+    nbytes = 0
+
+    def read() -> Iterator[tuple[str, Bits | None]]:
+        chosen = [name for name in batch if name in wanted]
+        bits = values(chosen) if chosen else {}
+        for name in batch:
+            yield name, bits.get(name)
+
+    for name, entry in named(layout):
+        batch.append(name)
+        nbytes += entry.n_elements * width(entry.space) if name in wanted else 0
+        if nbytes >= BATCH_NBYTES:
+            yield from read()
+            batch, nbytes = [], 0
+    yield from read()
 
 
 @dataclass(frozen=True, slots=True)

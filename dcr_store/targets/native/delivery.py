@@ -55,8 +55,7 @@ class Delivery(Load):
         """Return the mask for a tensor's changes; None for no changes."""
         if changes is None or len(changes.positions) == 0:
             return self.mask(name, entry, as_integers(guise_of(entry)))
-        with self.watch.ours():
-            bits, present = dense_of(entry, changes, self.device)
+        bits, present = dense_of(entry, changes, self.device)
         self._sparse[entry.name] = entry, changes
         return self.mask(name, entry, bits, present)
 

@@ -94,8 +94,7 @@ class Load(ABC):
 
     def values(self, name: str, entry: TensorEntry, bits: Bits) -> torch.Tensor:
         """Return the values of a tensor."""
-        with self.watch.ours():
-            return ValueTensor(values_of(entry, bits).to(self.device), frozenset([name]), self)
+        return ValueTensor(values_of(entry, bits).to(self.device), frozenset([name]), self)
 
     def _mask(
         self,
@@ -106,7 +105,8 @@ class Load(ABC):
         names: Names,
         root: str | None,
     ) -> MaskTensor:
-        mask = MaskTensor(bits, present, dtype, device, names, root, self)
+        with torch.inference_mode(False):  # so that a mask may pass between threads that are in that mode or not
+            mask = MaskTensor(bits, present, dtype, device, names, root, self)
         with self._lock:
             self._made.add(mask)
         return mask

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from dcr_store.errors import DcrError, InvalidInputError
-from dcr_store.targets.native.changes import named, no_guise
+from dcr_store.targets.native.changes import Values, named, no_guise
 from dcr_store.targets.native.geometry import Geometry, meetings
 from dcr_store.targets.native.load import Names, Rehearsal
 
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from dcr_store.targets.native.watch import Watch
 
 LoadWeights = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
-Values = Callable[[Iterable[str]], Mapping[str, "Bits"]]
-"""Returns the bits of tensors by name, as the module holds them or soon will."""
-
 _N_SHOWN: Final = 5
 _N_FAILURES: Final = 64
 

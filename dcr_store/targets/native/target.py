@@ -7,10 +7,11 @@ memory that masks went into is checked by its digest, and what fails is loaded a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -18,11 +19,11 @@ import torch
 from dcr_store import events
 from dcr_store.errors import DcrError, IntegrityError, InvalidInputError, StorageError
 from dcr_store.targets.native.blocks import BLOCK_NBYTES, Block, Blocks, blocks_of
-from dcr_store.targets.native.changes import Changes, named
+from dcr_store.targets.native.changes import Changes, Values, batched
 from dcr_store.targets.native.delivery import Delivery
 from dcr_store.targets.native.load import LoaderRefusedError
 from dcr_store.targets.native.memory import ModuleMemory
-from dcr_store.targets.native.plan import LoadWeights, Plan, Values, drive, rehearse
+from dcr_store.targets.native.plan import LoadWeights, Plan, drive, rehearse
 from dcr_store.targets.native.watch import Watch
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     Item = tuple[str, Changes | Bits | None]
 
 _N_SHOWN: Final = 5
+_N_AHEAD: Final = 2
+"""Tensors that are made ready while the loader works on the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,16 +221,20 @@ class NativeLoaderTarget:
         self, load: Delivery, layout: Layout, items: Iterable[Item], counts: list[int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._plan is not None
+        ahead: deque[tuple[str, Future[torch.Tensor]]] = deque()
         for name, item in items:
-            entry = layout.entry(name)
-            if isinstance(item, np.ndarray) and name not in self._plan.skipped:
+            entry, skipped = layout.entry(name), name in self._plan.skipped
+            if isinstance(item, np.ndarray) and not skipped:
                 counts[1] += 1
-                yield name, load.values(name, entry, item)
+                ahead.append((name, self._pool.submit(load.values, name, entry, item)))
             else:
-                changes: Any = None if isinstance(item, np.ndarray) or name in self._plan.skipped else item
+                changes = None if isinstance(item, np.ndarray) or skipped else item
                 counts[0] += changes is not None
-                yield name, load.changed(name, entry, changes)
-            events.reached("native.tensor.given", name)
+                ahead.append((name, self._pool.submit(load.changed, name, entry, changes)))
+            if len(ahead) > _N_AHEAD:
+                yield _oldest(ahead)
+        while ahead:
+            yield _oldest(ahead)
 
     def _check(self, load: Delivery, *, is_over: bool = False) -> None:
         """Hold the loader to its rehearsal."""
@@ -254,15 +261,15 @@ class NativeLoaderTarget:
         if not failing:
             return loaded
         events.reached("native.blocks.failing", str(len(failing)))
-        bits = values([*self._names_in(failing), *self._plan.fallbacks])
+        wanted = self._names_in(failing) | set(self._plan.fallbacks)
         self._blocks.zero(failing)
-        self._run(layout, ((name, bits.get(name)) for name, _ in named(layout)), can_undo=False)
+        self._run(layout, batched(layout, wanted, values), can_undo=False)
         still = self._blocks.failing(failing)
         if still:
             self._learn(still, layout, values)
         return Loaded(loaded.n_masks, loaded.n_values, len(failing))
 
-    def _names_in(self, blocks: Iterable[Block]) -> list[str]:
+    def _names_in(self, blocks: Iterable[Block]) -> set[str]:
         """Return the names of which masks are moved into blocks, and all that the loader joins with them."""
         assert self._plan is not None
         wanted, names, n_names = set(blocks), set[str](), -1
@@ -272,12 +279,12 @@ class NativeLoaderTarget:
         while len(names) > n_names:
             n_names = len(names)
             names.update(*(group for group, *_ in self._plan.writes if not names.isdisjoint(group)))
-        return sorted(names)
+        return names
 
     def _learn(self, blocks: list[Block], layout: Layout, values: Values) -> None:
         """Give tensors as values from now on whose bytes do not stay what was written, although nothing was seen."""
         assert self._blocks is not None
-        names = self._names_in(blocks)
+        names = sorted(self._names_in(blocks))
         where = self._memory.label(blocks[0].region, blocks[0].block * BLOCK_NBYTES)
         reason = f"does not stay in {where} as it was copied, and what changes it there could not be seen"
         if not self._fallback:
@@ -285,6 +292,12 @@ class NativeLoaderTarget:
         self._known |= dict.fromkeys(names, reason)
         plan = self.rehearse(layout, values, self._pool)
         # What cannot be seen may have happened in the rehearsal too.
-        bits = values(plan.fallbacks)
-        self._run(layout, ((name, bits.get(name)) for name, _ in named(layout)), can_undo=False)
+        self._run(layout, batched(layout, plan.fallbacks, values), can_undo=False)
         self._blocks.take()
+
+
+def _oldest(ahead: deque[tuple[str, Future[torch.Tensor]]]) -> tuple[str, torch.Tensor]:
+    name, task = ahead.popleft()
+    tensor = task.result()
+    events.reached("native.tensor.given", name)
+    return name, tensor
