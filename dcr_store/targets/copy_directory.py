@@ -148,16 +148,21 @@ def current_of(root: Path) -> str | None:
     InvalidInputError
         If there is a ``current`` that is no link to a version beside it.
     """
-    place = root / CURRENT
-    try:
-        name = place.readlink()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _foreign_link(place, "no link") from error
-    if not _DIRECTORY.fullmatch(str(name)):
-        raise _foreign_link(place, f"a link to {name}")
-    return str(name) if (root / name).is_dir() else None
+    place, absent = root / CURRENT, ""
+    while True:
+        try:
+            name = str(place.readlink())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _foreign_link(place, "no link") from error
+        if not _DIRECTORY.fullmatch(name):
+            raise _foreign_link(place, f"a link to {name}")
+        if (root / name).is_dir():
+            return name
+        if name == absent:
+            return None
+        absent = name  # the link may have been moved on, and its version removed, since we read it
 
 
 def _foreign_link(place: Path, found: str) -> InvalidInputError:

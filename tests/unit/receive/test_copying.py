@@ -465,6 +465,24 @@ def test_a_reader_sees_whole_versions_only(store: Store, checkpoints: list[Path]
     assert len(set(seen)) > 1
 
 
+def test_a_link_that_moves_while_it_is_read(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version that it led to is gone by the time it is looked at; the one that it leads to now is found."""
+    root = tmp_path / "out"
+    pull(store, root, 0)
+    readlink = Path.readlink
+
+    def overtaken(place: Path) -> Path:
+        found = readlink(place)
+        monkeypatch.setattr(Path, "readlink", readlink)
+        pull(store, root, 1, keep=0)
+        assert not (root / found).exists()
+        return found
+
+    monkeypatch.setattr(Path, "readlink", overtaken)
+    with reading(root) as held:
+        assert held == root / readlink(root / "current")
+
+
 def test_files_of_others_are_left_alone(store: Store, tmp_path: Path) -> None:
     root = tmp_path / "out"
     (root / "logs").mkdir(parents=True)
