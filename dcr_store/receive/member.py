@@ -81,6 +81,7 @@ class Member:
         self._catalog = catalog
         self._acks = AckReader(catalog.objects, group)
         self._clock = clock
+        self._was_admitted = False
         self._prepared: GroupVersion | None = None
         self._applied: GroupVersion | None = None
         self._all_applied: GroupVersion | None = None
@@ -106,13 +107,14 @@ class Member:
         ConflictError
             If the group does not expect the name.
         FencedError
-            If this incarnation was dropped.
+            If this incarnation was a member and is none any more: it never comes back by itself.
         """
         state = self.log.refresh()
         last = state.dropped.get(self.name)
-        if last is not None and last.incarnation == self.incarnation:
+        if self._was_admitted or (last is not None and last.incarnation == self.incarnation):
             self._require_member(state)
         state = self.log.admit(self.name, self.incarnation)
+        self._was_admitted = True
         self._require_member(state)
         return state
 

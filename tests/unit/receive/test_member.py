@@ -158,8 +158,10 @@ def test_a_restart_makes_acknowledgements_void(store: Store, member: Callable[..
     a, b = member("a"), member("b")
     prepare(a)
     b_again = member("b")
-    with pytest.raises(FencedError, match="another start of the same name was admitted since"):
-        b.step()
+    for act in (b.step, b.join):
+        with pytest.raises(FencedError, match="another start of the same name was admitted since"):
+            act()
+    assert b.log.refresh().members["b"] == b_again.incarnation, "who was replaced does not take the name back"
     late = a.state.proposed
     assert late is not None
     b.prepared(late, None, late.root)  # a sleeper that does not know yet
