@@ -183,6 +183,7 @@ CASES = [
     Case("writes bytes twice", by_name(a=overlapping), "a", "written twice"),
     Case("writes two to the same bytes", two_into_one, "a b", "written by"),
     Case("keeps tensors for later", keeping, "a", "is kept"),
+    Case("keeps tensors for nothing", by_name(a=lambda m, t: m.later.append(t) or m.usual("a", t)), "a", "is kept"),
     Case("asks for the value", by_name(one=by_item), "one", "is asked for its"),
     Case("asks for the memory", by_name(a=by_numpy), "a", "is asked for its"),
     Case("swallows refusals", by_name(a=swallowed), "a", "aten.sum"),

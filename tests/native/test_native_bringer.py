@@ -493,3 +493,57 @@ def test_the_bringer_is_its_target_s() -> None:
     assert isinstance(found, NativeBringer)
     found.close()
     found.close()
+
+
+class Fickle(nn.Module):
+    """Does with two tensors what it is told to."""
+
+    way = "plain"
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("a", "b"):
+            self.register_buffer(name, torch.zeros(5, 4, dtype=torch.bfloat16))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            match self.way:
+                case "swapped":
+                    self.get_buffer({"a": "b", "b": "a"}[name]).copy_(tensor)
+                case "skipping" if name == "b":
+                    continue
+                case "zeroing":
+                    self.get_buffer(name).zero_()
+                    self.get_buffer(name).copy_(tensor)
+                case "negating":
+                    self.get_buffer(name).copy_(tensor)
+                    self.get_buffer(name).neg_()
+                case _:
+                    self.get_buffer(name).copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("way", "moved", "skipped"),
+    [("swapped", "ab", ""), ("skipping", "a", "b"), ("zeroing", "", ""), ("negating", "", "")],
+)
+def test_a_loader_is_held_to_its_rehearsal(way: str, moved: str, skipped: str) -> None:
+    shapes, rng = {"a": ("BF16", (5, 4)), "b": ("BF16", (5, 4))}, np.random.default_rng(8)
+    engine, full = Fickle(), Fickle()
+    target = bringer(engine.load_weights, engine)
+    bits = first(shapes, rng)
+    with new_store() as store:
+        for version in range(4):
+            publish(store, shapes, bits)
+            engine.way = full.way = "plain" if version < 2 else way
+            names: list[str] = []
+            with events.listening(lambda event, names=names: names.append(event.name)):  # type: ignore[misc]
+                assert bring(store, target).chunks_healed == 0
+            full.load_weights(tensors(shapes, bits).items())
+            assert_same(engine, full)
+            assert ("native.load.undone" in names) == (version == 2)
+            bits = step(bits, rng, rate=0.3)
+    plan = target._target.plan
+    assert plan is not None
+    assert plan.moved == set(moved)
+    assert plan.skipped == set(skipped)
+    target.close()
