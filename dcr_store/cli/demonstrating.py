@@ -1,4 +1,4 @@
-"""The verb that shows the rest: ``demo`` trains a small policy and publishes, pulls, verifies what it learns."""
+"""The verb that shows the rest: ``demo`` trains a small policy, publishes, and has it followed by two receivers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ def register(verbs: Verbs) -> None:
         "demo",
         help="train a small policy and publish every step",
         description=(
-            "Train a small policy on this machine and publish every step; another process pulls each version and "
-            "samples from it. A store that the demo made is continued, any other is refused. Needs dcr-store[demo]."
+            "Train a small policy on this machine and publish every step; two receivers in two groups, one of them "
+            "behind a relay, follow and sample from it. One is killed while it applies a version, one is cut off for "
+            "two versions. The exit code is 1 unless every version arrives bit for bit and the training curve equals "
+            "that of a run without a store. A store that the demo made is continued, any other is refused. Needs "
+            "dcr-store[demo]."
         ),
     )
     parser.add_argument(

@@ -1,12 +1,11 @@
 """A small Llama as transformers has it: made, saved and loaded as any other, sampled from, fingerprinted.
 
-Refuses to start without torch and transformers, with the command that installs them.
+Refuses to start without the packages of the extra ``demo``, with the command that installs them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,21 +28,19 @@ def require_packages() -> None:
     InvalidInputError
         If one is missing.
     """
-    for package in ("torch", "transformers", "safetensors"):
+    for package in ("torch", "transformers", "safetensors", "aiohttp"):
         if find_spec(package) is None:
             raise InvalidInputError(
                 f"the demo needs the package {package}; install it with: pip install 'dcr-store[demo]'"
             )
 
 
-def prepare(recipe: Recipe) -> None:
-    """Import the packages, set the number of threads and silence progress bars."""
-    # Read when torch is imported. Threads that spin while they wait would steal the cores from the other process.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+def prepare() -> None:
+    """Import the packages, let torch compute in one thread, so that it always sums in one order; silence progress."""
     import torch
     from transformers.utils import logging
 
-    torch.set_num_threads(recipe.n_threads)
+    torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

@@ -1,9 +1,8 @@
-"""The numbers of the demonstration, in one value that travels to the follower."""
+"""The numbers of the demonstration, in one value that travels to the receivers."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,8 +11,8 @@ class Recipe:
 
     Attributes
     ----------
-    n_threads : int
-        Threads of each process; trainer and follower take turns. Sums depend on it, so it does not follow the machine.
+    chunk_elements : int
+        Of a new store. Small, so that a version of this size has chunks enough to be killed between them.
     warm_up_reward : float
         Supervised learning ends when a term comes out right with this chance, given right ones before it, or after
         `warm_up_steps`; so something is left to learn.
@@ -24,7 +23,7 @@ class Recipe:
     """
 
     seed: int = 0
-    n_threads: int = 2
+    chunk_elements: int = 1 << 16
     n_layers: int = 3
     hidden: int = 256
     intermediate: int = 704
@@ -38,12 +37,3 @@ class Recipe:
     n_prompts: int = 16
     n_samples: int = 24
     learning_rate: float = 6e-6
-
-    def to_json(self) -> str:
-        """Return the JSON form."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Recipe:
-        """Return the recipe that ``to_json`` wrote."""
-        return cls(**json.loads(text))

@@ -67,13 +67,18 @@ class Trainer:
         self._masters = [weight.detach().float() for weight in self._weights]
         self._optimizer = torch.optim.AdamW(self._masters, recipe.learning_rate, _BETAS, weight_decay=0.0)
 
-    def learn(self, tokens: Ints, rewards: NDArray[np.float32]) -> None:
+    def learn(self, tokens: Ints, rewards: NDArray[np.float32]) -> float:
         """Make one step from sampled answers: REINFORCE, each term judged against the same term of its group.
 
         Parameters
         ----------
         tokens : ndarray of int64, shape (prompts, samples, PROMPT_TOKENS + ANSWER_TOKENS)
         rewards : ndarray of float32, shape (prompts, samples, ANSWER_TERMS)
+
+        Returns
+        -------
+        float
+            The loss before the step.
         """
         import torch
 
@@ -81,7 +86,8 @@ class Trainer:
         advantages = ((rewards - mean) / (spread + 1e-4)).reshape(-1, ANSWER_TERMS).repeat(TERM_TOKENS, axis=1)
         chances = _log_chances(self.model, tokens.reshape(-1, tokens.shape[-1]))
         self.model.zero_grad()
-        _differentiate(-(chances * torch.from_numpy(advantages)).mean())
+        loss = -(chances * torch.from_numpy(advantages)).mean()
+        _differentiate(loss)
         for weight, master in zip(self._weights, self._masters, strict=True):
             assert weight.grad is not None
             master.grad = weight.grad.float()
@@ -89,6 +95,7 @@ class Trainer:
         with torch.no_grad():
             for weight, master in zip(self._weights, self._masters, strict=True):
                 weight.copy_(master)
+        return float(loss.detach())
 
 
 def _log_chances(model: Model, tokens: Ints) -> torch.Tensor:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,13 +22,16 @@ import pytest
 import dcr_store
 from dcr_store.cli.main import main
 from dcr_store.demo import policy
+from dcr_store.demo.cluster import settle
+from dcr_store.demo.processes import Child
 from dcr_store.demo.recipe import Recipe
-from dcr_store.demo.worker import Follower
+from dcr_store.demo.site import Site
 from dcr_store.errors import DcrError
 
 # Warmed up just so far that some answers are right: without any the gradient would be zero.
-RECIPE = {"n_layers": 1, "hidden": 64, "intermediate": 128, "n_heads": 2, "n_kv_heads": 1, "n_threads": 1}
+RECIPE = {"n_layers": 1, "hidden": 64, "intermediate": 128, "n_heads": 2, "n_kv_heads": 1}
 RECIPE |= {"warm_up_steps": 60, "warm_up_batch": 16, "warm_up_learning_rate": 5e-3, "n_prompts": 16, "n_samples": 32}
+RECIPE |= {"chunk_elements": 4096}
 PROGRAM = f"""
 import sys
 from rich.console import Console
@@ -73,54 +79,74 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_run_is_exact_can_be_repeated_and_gone_on_with(tmp_path: Path) -> None:
-    stores = [tmp_path / "a", tmp_path / "b"]
-    scratches = [tmp_path / "scratch-a", tmp_path / "scratch-b"]
-    with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(started(store, 2, own)) for store, own in zip(stores, scratches, strict=True)]
-        first, second = (finish(process, own) for process, own in zip(processes, scratches, strict=True))
+def run_command(command: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a command that the demonstration printed, as it stands; in this process where it is a verb alone."""
+    words = shlex.split(command)
+    verbs = words[3:] if words[1:3] == ["-m", "dcr_store"] else words[1:]
+    if Path(words[0]).name in ("dcr", Path(sys.executable).name) and ";" not in command:
+        with monkeypatch.context() as context:
+            context.chdir(directory)
+            assert main(verbs) == 0, command
+    else:  # killed on its way, or the kill came too late
+        subprocess.run(["bash", "-c", command], cwd=directory, capture_output=True, check=False)
+
+
+def test_a_run_is_exact_whatever_happens_and_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, scratch = tmp_path / "store", tmp_path / "scratch"
+    with started(store, 2, scratch) as process:
+        first = finish(process, scratch)
 
     assert first["equal"] is True
-    assert [row["version"] for row in first["versions"]] == ["main@0", "main@1", "main@2"]
-    assert all(row["equal"] and row["publish_s"] > 0 and row["pull_s"] > 0 for row in first["versions"])
-    assert all(0 < row["changed"] < row["elements"] for row in first["versions"][1:])
-    assert [row["reward"] for row in first["versions"]] == [row["reward"] for row in second["versions"]]
-    roots = [[info.root for info in dcr_store.open(store).log()] for store in stores]
-    assert roots[0] == roots[1]
-    assert len(set(roots[0])) == 3
+    rows = first["versions"]
+    assert [row["version"] for row in rows] == ["main@0", "main@1", "main@2"]
+    for row in rows:
+        assert row["curve_equal"]
+        assert row["bits_equal"]
+        assert row["publish_s"] > 0
+        assert (row["reward"], row["loss"]) == (row["reference_reward"], row["reference_loss"])
+        assert list(row["receivers"]) == ["eu", "us"]
+    assert rows[0]["loss"] is None
+    assert len({row["loss"] for row in rows}) == 3
+    assert all(0 < row["reward"] < 1 for row in rows)
+    assert all(0 < row["changed"] < row["elements"] for row in rows[1:])
+    jumped = [(row["version"], name) for row in rows for name, item in row["receivers"].items() if item["jumped_over"]]
+    assert jumped == [("main@1", "us")]
+    assert all((item["promote_s"] is None) == item["jumped_over"] for row in rows for item in row["receivers"].values())
+    drills = [(drill["version"], drill["receiver"], drill["what"]) for drill in first["drills"]]
+    assert [drill[:2] for drill in drills] == [("main@1", "us"), ("main@1", "eu"), ("main@2", "us"), ("main@2", "us")]
+    assert "its relay is killed" in drills[0][2]
+    killed = re.search(r"SIGKILL.*, chunks written: (\d+); .*finished alone, chunks written: (\d+)", drills[1][2])
+    assert killed is not None
+    n_chunks = -(-rows[0]["elements"] // RECIPE["chunk_elements"])
+    assert int(killed[1]) == n_chunks // 2
+    assert 0 < int(killed[2]) <= n_chunks - n_chunks // 2, "chunks that were written stay"
+    assert "caught up from main@0 in one go" in drills[2][2]
 
-    # A third run takes the head for its policy and learns on.
-    with started(stores[0], 1, tmp_path / "scratch-c") as process:
-        third = finish(process, tmp_path / "scratch-c")
-    assert [row["version"] for row in third["versions"]] == ["main@2", "main@3"]
-    assert third["versions"][0]["reward"] == first["versions"][2]["reward"]
-    assert third["versions"][0]["publish_s"] is None
-    with dcr_store.open(stores[0]) as store:
-        infos = store.log()
-        assert [info.metadata["step"] for info in infos] == [0, 1, 2, 3]
-        assert [info.metadata["reward"] for info in infos[1:]] == [row["reward"] for row in first["versions"]]
-        assert store.verify(deep=True).ok
+    with dcr_store.open(store) as opened:
+        for group in opened.status().groups:
+            assert (group.active, group.lag) == ("main@2", 0)
+            assert [(member.name, member.version) for member in group.members] == [(f"{group.group}-1", "main@2")]
 
     # The commands that it prints work as they stand, also where the kill comes too late.
-    for command in third["next"]:
-        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0 or "KILL" in command, (command, done.stderr)
+    for command in first["next"]:
+        run_command(command, tmp_path, monkeypatch)
+    assert "us-1" in capsys.readouterr().out
 
-
-def test_an_interrupt_leaves_the_store_and_nothing_else(tmp_path: Path) -> None:
-    store, scratch = tmp_path / "store", tmp_path / "scratch"
-
-    def has_published() -> bool:
+    # Another run takes the head for its policy and learns on, until it is interrupted.
+    with started(store, 10_000, tmp_path / "again") as process:
+        wait_for(lambda: process.poll() is not None or len(dcr_store.open(store).log()) > 4)
         assert process.poll() is None, process.communicate()[1]
-        return (store / "dcr.json").exists() and len(dcr_store.open(store).log()) > 1
-
-    with started(store, 10_000, scratch) as process:
-        wait_for(has_published)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode != 0
-    assert_nothing_left(process, scratch)
-    assert dcr_store.open(store).verify(deep=True).ok
+    assert_nothing_left(process, tmp_path / "again")
+    with dcr_store.open(store) as opened:
+        infos = opened.log()
+        assert [info.metadata["step"] for info in infos] == list(range(len(infos)))
+        assert [info.metadata["reward"] for info in infos[1:4]] == [row["reward"] for row in rows]
+        assert opened.verify(deep=True).ok
 
 
 @pytest.fixture
@@ -130,47 +156,88 @@ def empty_store(tmp_path: Path) -> str:
     return url
 
 
-def test_a_follower_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_receiver_that_fails_says_why(tmp_path: Path) -> None:
     with (
-        pytest.raises(DcrError, match=r"follower process failed: .*there is no store here"),
-        Follower(str(tmp_path / "none"), tmp_path / "scratch", range(1), Recipe()) as follower,
+        pytest.raises(DcrError, match=r"receiver eu failed: .*there is no store here"),
+        Site("eu", str(tmp_path / "none"), tmp_path / "scratch", Recipe(), None) as site,
     ):
-        follower.next_report()
+        site.await_version("main@0")
 
 
-def test_a_follower_that_dies_is_reported(tmp_path: Path, empty_store: str) -> None:
-    with Follower(empty_store, tmp_path / "scratch", range(1), Recipe()) as follower:
-        follower._process.kill()
-        with pytest.raises(DcrError, match="ended by signal 9"):
-            follower.next_report()
+def test_a_receiver_that_dies_is_reported(tmp_path: Path, empty_store: str) -> None:
+    with Site("eu", empty_store, tmp_path / "scratch", Recipe(), None) as site:
+        site._child._process.kill()
+        with pytest.raises(DcrError, match="receiver eu failed: ended by signal 9"):
+            site.await_version("main@0")
 
 
-def test_a_follower_that_crashes_shows_its_last_line(
+def test_a_receiver_that_crashes_shows_its_last_line(
     tmp_path: Path, empty_store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "transformers.py").write_text("raise RuntimeError('no transformers today')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    (tmp_path / "torch.py").write_text("raise RuntimeError('no torch today')")
     with (
-        pytest.raises(DcrError, match="exit code 1: RuntimeError: no transformers today") as caught,
-        Follower(empty_store, tmp_path / "scratch", range(1), Recipe()) as follower,
+        pytest.raises(DcrError, match="exit code 1: RuntimeError: no torch today") as caught,
+        Site("eu", empty_store, tmp_path / "scratch", Recipe(), None) as site,
     ):
-        follower.next_report()
+        site.await_version("main@0")
     assert "Traceback" in caught.value.__notes__[0]
 
 
-def test_a_follower_ends_with_its_trainer(tmp_path: Path, empty_store: str) -> None:
+def test_a_relay_that_cannot_listen_or_says_nothing_is_reported(tmp_path: Path, empty_store: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = [empty_store, str(tmp_path / "cache"), str(port)]
+        with (
+            pytest.raises(DcrError, match=r"the relay failed: .*cannot listen"),
+            Child("the relay", "relaying", arguments, tmp_path / "stderr") as relay,
+        ):
+            relay.hear()
+    with Child("the relay", "relaying", arguments, tmp_path / "stderr") as relay:
+        assert relay.hear()["url"] == f"http://127.0.0.1:{port}"
+        with pytest.raises(DcrError, match="the relay failed: said nothing for"):
+            relay.hear(0.1)
+
+
+def test_all_processes_end_with_the_trainer(tmp_path: Path, empty_store: str) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from dcr_store.demo.recipe import Recipe\n"
-        "from dcr_store.demo.worker import Follower\n"
-        "follower = Follower(sys.argv[1], Path(sys.argv[2]), range(1), Recipe())\n"
+        "import sys, time; from pathlib import Path; import dcr_store; from dcr_store.demo.recipe import Recipe\n"
+        "from dcr_store.demo.cluster import Cluster; from dcr_store.demo.drills import Plan\n"
+        "store = dcr_store.open(sys.argv[1])\n"
+        "cluster = Cluster(store, sys.argv[1], None, Plan(), Path(sys.argv[2]), Recipe(), print)\n"
         "print('started', flush=True); time.sleep(600)"
     )
-    command = [sys.executable, "-c", program, empty_store, str(tmp_path / "scratch")]
+    command = [sys.executable, "-c", program, empty_store, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"started\n"
         trainer.kill()
     wait_for(lambda: not group_exists(trainer.pid))
+
+
+@pytest.mark.parametrize("left", ["a proposal", "an older version", "nothing"])
+def test_groups_go_on_from_what_an_earlier_run_left(tmp_path: Path, empty_store: str, left: str) -> None:
+    with dcr_store.open(empty_store) as store:
+        for value in (0, 1):
+            with store.begin() as transaction:
+                transaction.write("weight", np.full(3, value, np.float32))
+        group = store.create_group("eu", ["eu-1"])
+        with store.receiver(tmp_path / "target", group="eu", name="eu-1") as receiver:
+            receiver.follow(once=True)
+        if left == "a proposal":
+            group.propose("main@0")
+        elif left == "an older version":
+            group.propose("main@0")
+            with store.receiver(tmp_path / "target", group="eu", name="eu-1") as receiver:
+                receiver.follow(once=True)
+            assert group.status().active == "main@0"
+        settle(store, "eu", store.log()[-1])
+        status = group.status()
+        assert (status.active, status.proposed) == {
+            "a proposal": ("main@1", None),
+            "an older version": ("main@0", "main@1"),
+            "nothing": ("main@1", None),
+        }[left]
 
 
 def group_exists(group: int) -> bool:
@@ -203,11 +270,12 @@ def test_a_store_in_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "no other process sees a store in memory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("package", ["transformers", "aiohttp"])
 def test_a_missing_package_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str
 ) -> None:
-    monkeypatch.setattr(policy, "find_spec", lambda name: None if name == "transformers" else object())
+    monkeypatch.setattr(policy, "find_spec", lambda name: None if name == package else object())
     assert main(["demo", "--store", str(tmp_path / "store")]) == 1
-    says = "dcr: the demo needs the package transformers; install it with: pip install 'dcr-store[demo]'\n"
+    says = f"dcr: the demo needs the package {package}; install it with: pip install 'dcr-store[demo]'\n"
     assert capsys.readouterr().err == says
     assert not (tmp_path / "store").exists()
