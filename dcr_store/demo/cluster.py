@@ -115,8 +115,8 @@ class Cluster:
                 Drill(
                     version,
                     site.group,
-                    f"killed (SIGKILL) while it applied this version, chunks written: {arrival.n_killed_after}; started "
-                    f"again, it finished alone, chunks written: {arrival.chunks_written}",
+                    f"killed (SIGKILL) while it applied this version, chunks written: {arrival.n_killed_after}; "
+                    f"started again, it finished alone, chunks written: {arrival.chunks_written}",
                 )
             )
         if site is self._reconnected:

@@ -136,7 +136,7 @@ def test_a_run_is_exact_whatever_happens_and_is_gone_on_with(
 
     # Another run takes the head for its policy and learns on, until it is interrupted.
     with started(store, 10_000, tmp_path / "again") as process:
-        wait_for(lambda: process.poll() is not None or len(dcr_store.open(store).log()) > 4)
+        wait_for(lambda: process.poll() is not None or len(dcr_store.open(store).log()) > 3)
         assert process.poll() is None, process.communicate()[1]
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
