@@ -314,16 +314,18 @@ class Calls:
             REAL_FLOCK(descriptor, operation)
             actor.locks.pop(descriptor, None)
             return
+        # Noted before: one that dies here never closes it, which a real process would.
+        actor.locks[descriptor] = os.fstat(descriptor).st_ino
         self._step(f"flock {os.path.basename(text)}")
         while True:
             try:
                 REAL_FLOCK(descriptor, operation | fcntl.LOCK_NB)
-                break
+                return
             except BlockingIOError:
                 if operation & fcntl.LOCK_NB:
+                    del actor.locks[descriptor]
                     raise
                 self.world.scheduler.sleep(0.1)
-        actor.locks[descriptor] = os.fstat(descriptor).st_ino
 
 
 def _keep(disk: Disk, path: str) -> Callable[[], None]:

@@ -30,7 +30,7 @@ class Actor:
         self.is_started = self.is_killed = self.has_ended = False
         self.hands_to: Actor | None = None
         self.live: set[str] = set()  # the transactions of this process
-        self.locks: dict[int, int] = {}  # descriptors and inodes of files that it has locked
+        self.locks: dict[int, int] = {}  # descriptors and inodes of files that it has locked, or is about to
 
     def __repr__(self) -> str:
         return self.name
