@@ -131,6 +131,7 @@ def replay(
     jobs = [job for space in SPACES for job in _jobs(path, space, places[space])]
     read = fetcher or (lambda item: fetch(objects, item.ref))
     total, done = sum(len(job.chunks) * width(job.space) for job in jobs) * path.chunk_elements, 0
+    moved: set[tuple[str, int]] = set()
     with Threads(_N_FETCHERS) as fetchers, worker_pool() as workers:
         queue = Prefetch(fetchers, read, [item for job in jobs for group in job.groups for item in group.items])
         try:
@@ -141,7 +142,7 @@ def replay(
                     outcome.nbytes_fetched += sum(len(blob) for blob in data)
                     parsed = {item.key: item.parse(blob) for item, blob in zip(group.items, data, strict=True)}
                     tasks = [
-                        workers.submit(_advance, path, target, job, group, chunk, parsed, carried)
+                        workers.submit(_advance, path, target, job, group, chunk, parsed, carried, moved)
                         for chunk in job.chunks
                     ]
                     for task in tasks:
@@ -152,6 +153,15 @@ def replay(
                 events.progress(f"apply {path.target.name}", done, total)
         finally:
             queue.cancel()
+    if moved:
+        # Rebuilt from the anchor, whatever they hold: that cannot be in vain for the same reason.
+        rest = everywhere(path, path.goal)
+        for space, chunk in moved:
+            rest[space][chunk] = UNKNOWN
+        rebuilt = replay(objects, path, target, rest, fetcher=fetcher)
+        outcome.nbytes_fetched += rebuilt.nbytes_fetched
+        outcome.chunks_written += rebuilt.chunks_written
+        outcome.chunks_healed += rebuilt.chunks_healed
     return outcome
 
 
@@ -232,15 +242,17 @@ def _advance(
     chunk: int,
     parsed: Parsed,
     carried: dict[int, NDArray[np.unsignedinteger]],
+    moved: set[tuple[str, int]],
 ) -> int:
     """Apply one group's steps to one chunk; return how many chunks were written (0 or 1).
 
-    `carried` holds the job's chunks between its groups: a target may keep a part of a chunk only.
+    `carried` holds the job's chunks between its groups: a target may keep a part of a chunk only. `moved` gets the
+    chunk if the target does not hold any more what it held when it was classified.
     """
     state = job.places[chunk]
     way = path.steps(state)
     steps = [step for step in group.steps if step in way]
-    if not steps:
+    if not steps or (job.space, chunk) in moved:
         return 0
     bits = scratch(job.space, path.chunk_elements)
     known: NDArray[np.unsignedinteger] | None = None  # what the target holds, where that is no guess
@@ -263,6 +275,12 @@ def _advance(
     expected = path.digest(job.space, chunk, after)
     found = path.digest(job.space, chunk, before) if is_same else crc64(bits)
     if expected != found:
+        if state >= 0 and chunk not in carried:
+            target.read_chunk(job.space, chunk, bits)
+            if crc64(bits) != path.digest(job.space, chunk, before):
+                events.reached("replay.chunk.moved", f"{job.space} {chunk}")
+                moved.add((job.space, chunk))
+                return 0
         raise IntegrityError(
             f"the stored version is defective in chunk {chunk} of {job.space}: verified objects do not give the "
             "recorded bits; publish the state again as a new version",

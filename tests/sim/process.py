@@ -140,7 +140,7 @@ ENVIRONMENT: Final = Environment()
 _STEPS: Final = ("baseline.chunk.", "baseline.space.", "baseline.noted")
 
 
-def _scratch(space: str, chunk_elements: int) -> Any:
+def _scratch(space: str, chunk_elements: int, name: str = "") -> Any:
     """Return a new buffer: what threads of a pool have each for themselves, one thread has not."""
     return np.empty(chunk_elements, uint_dtype(space))
 

@@ -306,6 +306,22 @@ def test_unknown_chunks_that_only_late_versions_touch(
     target.assert_is(states[10])
 
 
+@pytest.mark.parametrize("group_nbytes", [engine.GROUP_NBYTES, 1])
+@pytest.mark.parametrize("goal", [2, 3])
+def test_a_target_that_changes_after_it_was_looked_at_is_no_defective_version(
+    store: Store, monkeypatch: pytest.MonkeyPatch, goal: int, group_nbytes: int
+) -> None:
+    monkeypatch.setattr("dcr_store.versions.replay.GROUP_NBYTES", group_nbytes)
+    states = history(store)
+    path = path_to(store, goal)
+    target = Chunks(states[1])
+    places = classify(path, digests(target, path.all_chunks(), SIZE), [1])
+    target.state["u16"][5] ^= 1
+    outcome = replay(store._objects, path, target, places)
+    target.assert_is(states[goal])
+    assert outcome.chunks_healed == 1
+
+
 class TestDamage:
     def test_a_missing_partition_is_an_error_and_never_zeros(self, store: Store) -> None:
         states = history(store)
