@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 
+from dcr_store.errors import FormatError
 from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES
 from dcr_store.history.report import Problem, VerifyReport
@@ -55,7 +56,11 @@ def compare_directory(catalog: Catalog, located: Located, directory: str | os.Pa
         Problems carry the names of tensors and files.
     """
     problems: list[Problem] = []
-    with open_checkpoint(directory) as checkpoint:
+    try:
+        checkpoint = open_checkpoint(directory)
+    except FormatError as error:  # torn files, of a pull that was killed, say
+        return VerifyReport([Problem.of(error, str(directory))], 0, 0, [located.name], [])
+    with checkpoint:
         layout = catalog.layout(located.row.layout)
         _compare_names(layout, checkpoint, problems)
         if not problems:

@@ -139,6 +139,13 @@ class TestCompare:
         found = {problem.key: problem.what for problem in store.compare_directory("main@0", directory).problems}
         assert found == {"config.json": "the file differs", "tokenizer/vocab.txt": "the file is missing"}
 
+    @pytest.mark.parametrize("torn", [b"", bytes(4096), (200).to_bytes(8, "little") + b'{"a":'])
+    def test_a_torn_file_is_a_difference(self, store: Store, tmp_path: Path, torn: bytes) -> None:
+        path = tmp_path / "c0" / "model-00002-of-00002.safetensors"
+        path.write_bytes(torn)
+        report = store.compare_directory("main@0", tmp_path / "c0")
+        assert [problem.key for problem in report.problems] == [str(path)]
+
     def test_no_checkpoint(self, store: Store, tmp_path: Path) -> None:
         with pytest.raises(NotFoundError):
             store.compare_directory("main@0", tmp_path / "nothing")
