@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -83,6 +84,7 @@ class Runner:
 
     def __init__(self) -> None:
         process.install()
+        warnings.simplefilter("error", UserWarning)  # of a damaged base, and none is damaged here
         self._root = Path(tempfile.mkdtemp(prefix="dcr-sim-", dir=MEMORY if MEMORY.is_dir() else None))
         self._stage = Stage(self._root)
         gc.collect()
