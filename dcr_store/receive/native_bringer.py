@@ -125,8 +125,9 @@ class NativeBringer:
                 loaded = self._target.load(reader.layout, items, reader.values)
                 self._kept = values
         except BaseException:
-            # A loader may write what nobody saw: the old version is there only if its digests are.
-            if before is not None and self._target.n_loads == n_loads and self._target.is_intact():
+            # Only masks are taken back; a loader may have written what nobody saw besides, so the digests must agree.
+            is_undone = before is not None and changes is not None and self._target.n_loads == n_loads
+            if is_undone and self._target.is_intact():
                 self._held, self._kept = before, kept
             raise
         return loaded

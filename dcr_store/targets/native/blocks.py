@@ -61,6 +61,7 @@ class Blocks:
         self._covered: dict[int, Runs] = {region: union(found) for region, found in places.items()}
         self._digests: dict[Block, int] = {}
         self._pending: dict[Block, int] = {}
+        self._refilled: frozenset[Block] | None = None
 
     def take(self) -> None:
         """Take the digests from the memory as it is."""
@@ -68,10 +69,17 @@ class Blocks:
         self._pending = {}
 
     def zero(self, blocks: Iterable[Block] | None = None) -> None:
-        """Expect zeros in blocks, all by default: whole values are added next."""
+        """Expect zeros in blocks, all by default: whole values are added next.
+
+        What is added until `advance` or `forget` then counts in these blocks alone: the values of a tensor reach into
+        others too, which have them already.
+        """
         if blocks is None:
-            self._digests, blocks = {}, self._all()
-        for block in blocks:
+            self._digests, self._refilled, found = {}, None, list(self._all())
+        else:
+            found = list(blocks)
+            self._refilled = frozenset(found)
+        for block in found:
             self._digests[block] = zeros_digest(self._n_bytes(block))
 
     def add(self, region: int, place: Geometry, image: NDArray[np.uint8]) -> None:
@@ -91,17 +99,18 @@ class Blocks:
         ]
         with self._lock:
             for block, part in found:
-                self._pending[block] = self._pending.get(block, 0) ^ part
+                if self._refilled is None or block in self._refilled:
+                    self._pending[block] = self._pending.get(block, 0) ^ part
 
     def advance(self) -> None:
         """Expect what was added."""
         for block, part in self._pending.items():
             self._digests[block] ^= part
-        self._pending = {}
+        self.forget()
 
     def forget(self) -> None:
         """Expect what was expected before anything was added."""
-        self._pending = {}
+        self._pending, self._refilled = {}, None
 
     def failing(self, blocks: Iterable[Block] | None = None) -> list[Block]:
         """Return the blocks (of all, by default) whose bytes are not as expected, ascending."""
