@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import time
 import urllib.parse
 from typing import TYPE_CHECKING, Any, Final
@@ -33,6 +34,10 @@ BLOCK_NBYTES: Final = 1 << 18
 _SUCCESS: Final = (200, 201, 204, 206)
 _RETRIED: Final = {408, 425, 429, 502, 503, 504}  # of whatever stands before a relay
 _ERROR_NBYTES: Final = 1 << 16  # that are read of the body of an error
+_LISTING_NBYTES: Final = 1 << 28  # the longest listing that is taken
+_OBJECT_NBYTES: Final = 1 << 30  # the longest object that is taken where its SHA-256 is not known
+_RANGE: Final = re.compile(r"bytes=([0-9]+)-([0-9]*)")
+_CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:\*|([0-9]{1,18}))")
 
 
 class _BeyondEndError(Exception):
@@ -118,8 +123,12 @@ class HttpObjects:
     def _get_once(self, key: str, start: int, stop: int | None, sha256: str | None, *, past: bool = False) -> bytes:
         headers = self._asking(start, stop, sha256, past)
         with self._ask("get", key, "GET", _object(key), headers) as response:
-            _check_range_kept(response, headers)
-            return response.read()
+            nbytes = _check_range(response, headers)
+            longest = stop - start if stop is not None else None if sha256 is not None else _OBJECT_NBYTES
+            data = _body(response, longest)
+            if "Range" in headers and (not data or len(data) != (nbytes or len(data))):
+                raise TransientError(f"answered {len(data)} bytes of {headers['Range']!r}")
+            return data
 
     def blocks(self, key: str, sha256: str, start: int = 0, *, past: bool = False) -> Iterator[bytes]:
         """Yield the object from `start` on, in pieces as they come; one try, and nothing is compared.
@@ -141,7 +150,7 @@ class HttpObjects:
         headers = self._asking(start, None, sha256, past)
         try:
             with self._ask("get", key, "GET", _object(key), headers) as response:
-                _check_range_kept(response, headers)
+                _check_range(response, headers)
                 while piece := response.read1(BLOCK_NBYTES):
                     yield piece
                 if response.length:  # read1 does not say so itself
@@ -166,7 +175,10 @@ class HttpObjects:
         def look() -> int:
             with self._ask("look up", key, "HEAD", _object(key), self._asking(0, None, None, False)) as response:
                 response.read()
-                return int(response.headers["Content-Length"])
+                nbytes = response.headers.get("Content-Length", "")
+                if not re.fullmatch(r"[0-9]{1,18}", nbytes):
+                    raise TransientError(f"told no size: Content-Length is {nbytes!r}")
+                return int(nbytes)
 
         try:
             return retrying(self._policy, "look up", key, look)
@@ -176,14 +188,14 @@ class HttpObjects:
     def list(self, prefix: str) -> dict[str, int]:
         """Return key → nbytes of every object whose key starts with `prefix`."""
         found = self._listing("list", prefix).get("keys")
-        if not isinstance(found, dict):
-            raise StorageError(f"{self.url} answered a listing without keys", key=prefix)
-        return {key: int(nbytes) for key, nbytes in found.items() if key_problem(key) is None}
+        if not isinstance(found, dict) or not all(type(nbytes) is int and nbytes >= 0 for nbytes in found.values()):
+            raise StorageError(f"{self.url} answered a listing without keys and their nbytes", key=prefix)
+        return {key: nbytes for key, nbytes in found.items() if key_problem(key) is None}
 
     def list_names(self, prefix: str) -> Sequence[str]:
         """Return the sorted next path components below `prefix`."""
         found = self._listing("names", prefix).get("names")
-        if not isinstance(found, list):
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
             raise StorageError(f"{self.url} answered a listing without names", key=prefix)
         return [name for name in found if key_problem(prefix + name) is None]
 
@@ -193,8 +205,10 @@ class HttpObjects:
 
         def attempt() -> dict[str, Any]:
             with self._ask("list", prefix, "GET", target, self._asking(0, None, None, False)) as response:
-                found = json.loads(response.read())
-                return found if isinstance(found, dict) else {}
+                found = _document(_body(response, _LISTING_NBYTES))
+                if found is None:
+                    raise TransientError("answered a listing that is no JSON object")
+                return found
 
         return retrying(self._policy, "list", prefix, attempt)
 
@@ -233,7 +247,10 @@ class HttpObjects:
     def _put_once(self, action: str, key: str, body: memoryview, condition: dict[str, str]) -> bool:
         headers = {"Dcr-Sha256": _sha256(body), "Content-Type": "application/octet-stream", **condition}
         with self._ask(action, key, "PUT", _object(key), headers, body) as response:
-            response.read()
+            _body(response, _ERROR_NBYTES)
+            if condition and response.status not in (201, 412):
+                # Something on the way may have dropped the condition: what was there may be overwritten, or not.
+                raise TransientError(f"answered {response.status} to a conditional put, instead of 201 or 412")
             return response.status != 412
 
     def delete(self, key: str) -> None:
@@ -242,7 +259,7 @@ class HttpObjects:
 
         def attempt() -> None:
             with self._ask("delete", key, "DELETE", _object(key), {}) as response:
-                response.read()
+                _body(response, _ERROR_NBYTES)
 
         retrying(self._policy, "delete", key, attempt)
 
@@ -266,7 +283,7 @@ class HttpObjects:
                     yield response
                 else:
                     # Read to its end, so that the connection can be used again: the end of a log is a 404.
-                    problem = _problem(response, from_relay, self.url, action, key)
+                    problem = _problem(response, from_relay, self.url, action, key, has_range="Range" in headers)
             if problem is not None:
                 raise problem
         except TransientError as error:
@@ -279,7 +296,9 @@ class HttpObjects:
         self._connections.close()
 
 
-def _problem(response: HTTPResponse, from_relay: bool, url: str, action: str, key: str) -> Exception:
+def _problem(
+    response: HTTPResponse, from_relay: bool, url: str, action: str, key: str, *, has_range: bool
+) -> Exception:
     """Return the exception that stands for an answer that is no success."""
     status, kind = response.status, response.headers.get("Dcr-Error", "")
     told = _told(response)
@@ -291,10 +310,10 @@ def _problem(response: HTTPResponse, from_relay: bool, url: str, action: str, ke
         return StorageError(f"cannot {action}: {url} {said}, and is no relay: check the URL", key=key)
     if kind == "not-found" and action in ("get", "look up"):
         return NotFoundError(f"no such object in {url}", key=key)
-    if kind == "range" and action == "get":
-        return _BeyondEndError(said)
+    if kind == "range":
+        return _BeyondEndError(said) if has_range else TransientError(f"{said} to a request without Range")
     if kind == "integrity":
-        found = {name: told.get(name) for name in ("expected", "found")}
+        found = {name: str(told[name]) for name in ("expected", "found") if name in told}
         return IntegrityError(f"{url} has only other bytes: {text}", key=key, **found)
     if kind in ("busy", "digest"):
         return TransientError(said, sent=False)
@@ -310,20 +329,53 @@ def _tells_its_end(response: HTTPResponse) -> bool:
     return "Content-Length" in response.headers or "Transfer-Encoding" in response.headers
 
 
-def _check_range_kept(response: HTTPResponse, headers: Mapping[str, str]) -> None:
+def _check_range(response: HTTPResponse, headers: Mapping[str, str]) -> int | None:
+    """Return how many bytes the body must have, or None where the answer does not tell; refuse one of other bytes."""
     if ("Range" in headers) != (response.status == 206):
         raise TransientError(
             f"answered {response.status} to a request {'with' if 'Range' in headers else 'without'} Range"
         )
+    text = response.headers.get("Content-Range")
+    wanted = _RANGE.fullmatch(headers.get("Range", ""))
+    if wanted is None or text is None:
+        return None
+    told = _CONTENT_RANGE.fullmatch(text)
+    start, longest = int(wanted[1]), int(wanted[2]) if wanted[2] else None
+    if told is None or int(told[1]) != start or (longest is not None and int(told[2]) > longest):
+        raise TransientError(f"answered the range {text!r} to a request for {headers['Range']!r}")
+    nbytes = int(told[2]) - start + 1
+    if told[3]:
+        end = int(told[3]) if longest is None else min(int(told[3]), longest + 1)
+        if start + nbytes != end:
+            raise TransientError(f"answered the range {text!r} to a request for {headers['Range']!r}")
+    return nbytes
+
+
+def _body(response: HTTPResponse, longest: int | None) -> bytes:
+    """Return the body; ``TransientError`` for one of more than `longest` bytes, of which no more are read."""
+    told = response.length  # None where it comes in chunks
+    if longest is not None and told is not None and told > longest:
+        raise TransientError(f"answered {told} bytes, more than the {longest} that are taken")
+    if longest is None or told is not None:
+        return response.read()
+    data = response.read(longest + 1)
+    if len(data) > longest:
+        raise TransientError(f"answered more than the {longest} bytes that are taken")
+    return data
+
+
+def _document(data: bytes) -> dict[str, Any] | None:
+    """Return the JSON object that `data` is, or None if it is none."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _told(response: HTTPResponse) -> dict[str, Any]:
-    try:
-        found = json.loads(response.read(_ERROR_NBYTES))
-    except ValueError:
-        return {}
-    response.read()
-    return found if isinstance(found, dict) else {}
+    """Return what the body of an error tells; the connection is not used again where it is longer than that."""
+    return _document(response.read(_ERROR_NBYTES)) or {}
 
 
 def _object(key: str) -> str:

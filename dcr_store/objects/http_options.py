@@ -20,25 +20,28 @@ _TOKEN: Final = re.compile(r"[!-~]{16,512}")
 
 def split(url: str) -> urllib.parse.SplitResult:
     """Return the parts of a relay's URL."""
+    shown = _without_secret(url)
+    if "@" in url:
+        raise InvalidInputError(
+            f"not a relay's URL: {shown!r} holds a user or a password, and URLs are shown; use the storage option "
+            "relay_token_file"
+        )
     try:
         parts = urllib.parse.urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        (parts.hostname or "").encode("idna")  # labels that no resolver takes
     except ValueError:
         usable = False
-    if not usable or parts.query or parts.fragment or re.search(r"[\x00-\x20\x7f-]", url):
-        raise InvalidInputError(
-            f"not a relay's URL: {_without_secret(url)!r}; give http://host:port or https://host:port"
-        )
-    if "@" in parts.netloc:
-        raise InvalidInputError(
-            f"not a relay's URL: {_without_secret(url)!r} holds a user or a password, and URLs are shown; use the "
-            "storage option relay_token_file"
-        )
+    if not usable or "?" in url or "#" in url or re.search(r"[^\x21-\x7e]", url):
+        raise InvalidInputError(f"not a relay's URL: {shown!r}; give http://host:port or https://host:port")
     return parts
 
 
 def _without_secret(url: str) -> str:
-    return re.sub(r"//[^/]*@", "//…@", url)
+    """Return scheme and host alone: a path or a query may hold a secret, and what stands before an ``@`` is one."""
+    scheme, separator, rest = url.partition("://")
+    host = re.split(r"[/?#]", rest)[0]
+    return scheme + separator + ("…" if "@" in rest else host if host == rest else f"{host}/…")
 
 
 def options(url: str, given: Mapping[str, Any]) -> dict[str, str]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from dcr_store.errors import FormatError
+from dcr_store.format.groups import Ack, parse_group_record
+from dcr_store.format.names import group_record_key
+
 MEMBERS: Final = "members"
 PUBLISH: Final = "publish"
 ALL: Final = "all"
@@ -15,21 +19,47 @@ _NAME: Final = r"[^/]+"
 _RECORD: Final = re.compile(rf"(?:log/{_NAME}|groups/{_NAME}/log)/[0-9]{{20}}\.json")
 _JOURNAL: Final = re.compile(rf"versions/{_NAME}/{_NAME}/journal/{_NAME}\.json")
 _ACK: Final = re.compile(rf"groups/{_NAME}/acks/{_NAME}/{_NAME}/{_NAME}\.json")
-_HINT: Final = re.compile(rf"groups/{_NAME}/log/(?:latest|checkpoints/{_NAME})\.json")
+_GROUP_RECORD: Final = re.compile(rf"groups/{_NAME}/log/[0-9]{{20}}\.json")
+_HINT: Final = re.compile(rf"groups/{_NAME}/log/latest\.json")
 
 
 def may_create(access: str, key: str) -> bool:
-    """Return whether a put-if-absent at `key` is passed on."""
-    return access != MEMBERS or key.startswith("groups/")
+    """Return whether a put-if-absent at `key` is passed on; with access to groups only, see also ``body_problem``."""
+    return access != MEMBERS or any(form.fullmatch(key) for form in (_GROUP_RECORD, _ACK))
+
+
+def body_problem(access: str, key: str, body: bytes) -> str | None:
+    """Return why `body` is not created at `key`, or None if it is.
+
+    A garbage record would end a group's log for everybody, and whoever has access to groups only decides no more than
+    what the records and acknowledgements of a group say.
+    """
+    if access != MEMBERS:
+        return None
+    try:
+        if _ACK.fullmatch(key):
+            right = Ack.from_bytes(body, key).key
+        else:
+            record = parse_group_record(body, key)
+            right = group_record_key(record.group, record.seq)
+    except FormatError as error:
+        return str(error)
+    return None if right == key else f"the body belongs at {right}"
 
 
 def may_overwrite(access: str, key: str, sha256: str | None) -> bool:
-    """Return whether a put at `key`, of a body of `sha256` over whatever is there, is passed on."""
+    """Return whether a put at `key`, of a body of `sha256` over whatever is there, is passed on.
+
+    With no access at records and ``dcr.json``: what creates them names its condition, and without it something on the
+    way has dropped it.
+    """
+    if key == "dcr.json" or _RECORD.fullmatch(key):
+        return False
     if access == MEMBERS:
         return _HINT.fullmatch(key) is not None
     if access == PUBLISH and key.startswith("layouts/"):
         return key == f"layouts/{sha256}.json"  # what is there already is the same
-    return access == ALL or not (key == "dcr.json" or _RECORD.fullmatch(key))
+    return True
 
 
 def may_delete(access: str) -> bool:

@@ -299,6 +299,8 @@ class Relay:
             if condition is None:
                 await self._write(key, lambda: self._upstream.put(key, body))
                 return web.Response(status=200, headers=_HEADERS)
+            if problem := rules.body_problem(self._access, key, bytes(body)):
+                raise _RefusedError(403, "forbidden", f"access {self._access} creates no such object: {problem}")
             if await self._write(key, lambda: self._upstream.put_if_absent(key, body)):
                 return web.Response(status=201, headers=_HEADERS)
             raise _RefusedError(412, "occupied", "the key holds something else")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import secrets
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from group_records import admit, empty
 from relays import RelayThread
 from servers import FaultProxy, free_ports
 from watched import Watched
 
 from dcr_store.errors import IntegrityError, InvalidInputError, NotFoundError, OutcomeUnknownError, StorageError
+from dcr_store.format.groups import Ack, GroupVersion
 from dcr_store.objects.open import open_objects
 from dcr_store.objects.retry import RetryPolicy
 from dcr_store.objects.transfer import map_bounded
@@ -247,6 +250,137 @@ def test_an_answer_that_is_not_whole_is_never_returned(answer: bytes) -> None:
         end()
 
 
+@pytest.mark.parametrize("status", ["200 OK", "204 No Content", "206 Partial Content"])
+def test_only_created_is_created(status: str) -> None:
+    """Something on the way that drops the condition has overwritten what was there, and answers 200."""
+    url, end = foreign_server(f"HTTP/1.1 {status}\r\nDcr-Relay: 1\r\nContent-Length: 0\r\n\r\n".encode())
+    try:
+        with pytest.raises(OutcomeUnknownError, match=f"{status[:3]} to a conditional put"):
+            open_objects(url, retry=IMPATIENT).put_if_absent("log/7", b"mine")
+    finally:
+        end()
+
+
+def test_a_range_that_was_not_asked_for_is_no_empty_object() -> None:
+    url, end = foreign_server(b"HTTP/1.1 416 X\r\nDcr-Relay: 1\r\nDcr-Error: range\r\nContent-Length: 0\r\n\r\n")
+    try:
+        objects = open_objects(url, retry=IMPATIENT)
+        for digest in (sha256(b"right"), None):
+            with pytest.raises(StorageError, match="without Range"):
+                objects.get("a", sha256=digest)
+        assert objects.get("a", 5, 8) == b""
+    finally:
+        end()
+
+
+@pytest.mark.parametrize(
+    ("told", "body"),
+    [
+        ("bytes 2-4/*", b"ab"),
+        ("bytes 2-3/100", b"ab"),
+        ("bytes 1-3/*", b"abc"),
+        ("bytes 2-6/*", b"abcde"),
+        ("nonsense", b"abc"),
+        (None, b"abcde"),
+        (None, b""),
+    ],
+)
+def test_a_range_of_another_length_is_never_returned(told: str | None, body: bytes) -> None:
+    head = f"HTTP/1.1 206 X\r\nDcr-Relay: 1\r\nContent-Length: {len(body)}\r\n"
+    head += f"Content-Range: {told}\r\n" if told else ""
+    url, end = foreign_server(head.encode() + b"\r\n" + body)
+    try:
+        with pytest.raises(StorageError, match="cannot get"):
+            open_objects(url, retry=IMPATIENT).get("a", 2, 5)
+    finally:
+        end()
+
+
+OURS = b"HTTP/1.1 200 OK\r\nDcr-Relay: 1\r\n"
+CHUNKED = OURS + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def whole(body: bytes, head: bytes = OURS) -> bytes:
+    return head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        (("size", "a"), CHUNKED),
+        (("size", "a"), OURS + b"Transfer-Encoding: chunked\r\nContent-Length: x\r\n\r\n"),
+        (("list", "a/"), whole(b'{"keys":{"a":"x"}}')),
+        (("list", "a/"), whole(b'{"keys":{"a":-1}}')),
+        (("list", "a/"), whole(b'{"keys":{"a":null}}')),
+        (("list", "a/"), whole(b'{"keys":[]}')),
+        (("list", "a/"), whole(b'{"keys":')),
+        (("list", "a/"), whole(b"[" * 100_000)),
+        (("list_names", "a/"), whole(b'{"names":[1]}')),
+        (("list_names", "a/"), whole(b'{"names":{}}')),
+        (("list_names", "a/"), whole(b"\xff")),
+        (("get", "a"), whole(b"[" * 60_000, b"HTTP/1.1 500 X\r\nDcr-Relay: 1\r\nDcr-Error: storage\r\n")),
+        (("get", "a"), OURS + b"Content-Length: 999999999999999999\r\n\r\nhi"),
+    ],
+)
+def test_answers_of_another_form_are_errors_of_the_store(call: tuple[str, str], answer: bytes) -> None:
+    url, end = foreign_server(answer)
+    try:
+        with pytest.raises(StorageError):
+            getattr(open_objects(url, retry=IMPATIENT), call[0])(call[1])
+    finally:
+        end()
+
+
+def endless_server(head: bytes) -> tuple[str, Callable[[], None], list[int]]:
+    """Return the URL of a server whose answers do not end, what ends it, and how many bytes it has sent."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    sent = [0]
+    piece = b"10000\r\n" + b" " * 65536 + b"\r\n"
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(head)
+                while sent[0] < 64 << 20:  # a client that takes this much would take everything
+                    connection.sendall(piece)
+                    sent[0] += len(piece)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+
+    def end() -> None:
+        with contextlib.suppress(OSError), socket.create_connection(listener.getsockname()):
+            listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+    return f"http://127.0.0.1:{listener.getsockname()[1]}", end, sent
+
+
+@pytest.mark.parametrize("call", ["get", "list", "list_names", "delete", "error"])
+def test_bodies_without_an_end_are_given_up(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dcr_store.objects import http as module
+
+    for limit in ("_OBJECT_NBYTES", "_LISTING_NBYTES"):
+        monkeypatch.setattr(module, limit, 1 << 20)
+    head = CHUNKED if call != "error" else CHUNKED.replace(b"200 OK\r\n", b"500 X\r\nDcr-Error: storage\r\n")
+    url, end, sent = endless_server(head)
+    try:
+        policy = RetryPolicy(deadline_s=0.0, unreachable_s=0.0)
+        with pytest.raises(StorageError, match="bytes that are taken" if call != "error" else "answered 500"):
+            getattr(open_objects(url, retry=policy), "get" if call == "error" else call)(
+                "a/" if "list" in call else "a"
+            )
+        assert sent[0] < 32 << 20
+    finally:
+        end()
+
+
 # ---------------------------------------------------------------------- hostile requests
 
 
@@ -338,12 +472,13 @@ def test_bodies_that_were_damaged_are_not_put(relay: RelayThread, upstream: Watc
 def test_long_bodies_are_refused_unread(upstream: Watched, tmp_path: Path) -> None:
     with RelayThread(upstream, tmp_path / "cache", access="members") as relay:
         nbytes = (16 << 20) + 1
-        assert raw(relay, "PUT", "/v1/objects/groups/g/log/0", If_None_Match="*", Content_Length=str(nbytes)) == (
+        key = f"groups/g/log/{RECORD}"
+        assert raw(relay, "PUT", f"/v1/objects/{key}", If_None_Match="*", Content_Length=str(nbytes)) == (
             413,
             "too-large",
         )
         with pytest.raises(StorageError, match="takes up to 16777216"):
-            open_objects(relay.url).put_if_absent("groups/g/log/0", bytes(nbytes))
+            open_objects(relay.url).put_if_absent(key, bytes(nbytes))
     assert upstream.requests == []
 
 
@@ -352,38 +487,73 @@ def test_long_bodies_are_refused_unread(upstream: Watched, tmp_path: Path) -> No
 RECORD = "00000000000000000007.json"
 WRITES = [
     # key, least access to create, to overwrite
-    (f"groups/g/log/{RECORD}", "members", "all"),
-    ("groups/g/acks/main@3/prepared/r1.0123456789abcdef.json", "members", "publish"),
-    ("groups/g/log/latest.json", "members", "members"),
-    (f"groups/g/log/checkpoints/{RECORD}", "members", "members"),
-    (f"log/main/{RECORD}", "publish", "all"),
+    (f"groups/g/log/{RECORD}", "members", "none"),
+    ("groups/g/acks/main@3/prepared/r1.0123456789abcdef.00000000000000000005.json", "members", "publish"),
+    ("groups/g/log/latest.json", "publish", "members"),
+    (f"groups/g/log/checkpoints/{RECORD}", "publish", "publish"),
+    ("groups/g/anything", "publish", "publish"),
+    (f"groups/g/log/deeper/{RECORD}", "publish", "publish"),
+    (f"log/main/{RECORD}", "publish", "none"),
     ("log/main/latest.json", "publish", "publish"),
     (f"log/main/checkpoints/{RECORD}", "publish", "publish"),
     ("versions/main/000000000001-0/data/w.0/u16/mask/c/0", "publish", "publish"),
-    ("dcr.json", "publish", "all"),
+    ("dcr.json", "publish", "none"),
     ("layouts/0.json", "publish", "all"),
     (f"layouts/{sha256(b'x')}.json", "publish", "publish"),
     ("pins/p.json", "publish", "publish"),
 ]
+GROUP_RECORD = admit(empty("g"), "r1", seq=7).to_bytes()
+ACK = Ack("prepared", "g", "r1", "0123456789abcdef", GroupVersion("main@3", "0" * 64, 5)).to_bytes()
+
+
+def body_at(key: str) -> bytes:
+    """Return what may be created at `key`."""
+    if not key.startswith("groups/"):
+        return b"x"
+    return ACK if "/acks/" in key else GROUP_RECORD
 
 
 @pytest.mark.parametrize("access", ["members", "publish", "all"])
 def test_what_each_access_passes_on(upstream: Watched, tmp_path: Path, access: str) -> None:
-    order = ["members", "publish", "all"]
+    order = ["members", "publish", "all", "none"]
     with RelayThread(upstream, tmp_path / "cache", access=access) as relay:
         objects = open_objects(relay.url)
         for key, to_create, to_overwrite in WRITES:
             for least, write in ((to_create, objects.put_if_absent), (to_overwrite, objects.put)):
                 if order.index(access) >= order.index(least):
-                    assert write(key, b"x") in (True, None)
+                    assert write(key, body_at(key)) in (True, None)
                 else:
                     with pytest.raises(StorageError, match="forbidden"):
-                        write(key, b"x")
+                        write(key, body_at(key))
             if access == "all":
                 objects.delete(key)
             else:
                 with pytest.raises(StorageError, match="forbidden"):
                     objects.delete(key)
+
+
+@pytest.mark.parametrize(
+    ("key", "body"),
+    [
+        (f"groups/g/log/{RECORD}", b"garbage"),
+        (f"groups/g/log/{RECORD}", ACK),
+        (f"groups/h/log/{RECORD}", GROUP_RECORD),
+        ("groups/g/log/00000000000000000008.json", GROUP_RECORD),
+        (f"groups/g/log/{RECORD}", GROUP_RECORD + b" "),
+        ("groups/g/acks/main@3/prepared/r1.0123456789abcdef.00000000000000000005.json", b"{}"),
+        ("groups/g/acks/main@3/prepared/r1.0123456789abcdef.00000000000000000005.json", GROUP_RECORD),
+        ("groups/g/acks/main@3/prepared/r2.0123456789abcdef.00000000000000000005.json", ACK),
+        ("groups/g/acks/main@4/prepared/r1.0123456789abcdef.00000000000000000005.json", ACK),
+        ("groups/g/acks/main@3/applied/r1.0123456789abcdef.00000000000000000005.json", ACK),
+    ],
+)
+def test_members_put_only_what_belongs_there(upstream: Watched, tmp_path: Path, key: str, body: bytes) -> None:
+    with (
+        RelayThread(upstream, tmp_path / "cache", access="members") as relay,
+        pytest.raises(StorageError, match="forbidden"),
+    ):
+        open_objects(relay.url).put_if_absent(key, body)
+    assert upstream.requests == []
 
 
 @pytest.fixture
@@ -428,12 +598,42 @@ def test_what_is_no_token_is_refused(token: Any) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["http://", "http://:80", "http://host:port", "http://user:secret-word@host:1", "http://h:1/?a=b", "http://h:0"],
+    [
+        "http://",
+        "http://:80",
+        "http://host:port",
+        "http://user:secret-word@host:1",
+        "http://user:pa/secret-word@host:1",
+        "http://user:12/secret-word@host:1",
+        "http://user:pa/secret-word@host:port",
+        "http://h:1/?a=secret-word",
+        "http://h:1?token=secret-word",
+        "http://h:1/#secret-word",
+        "http://h:1/?",
+        "http://h:1/secret-word with a space",
+        "http://h:0",
+        "http://h\x7f:1",
+        "http://h\x85:1",
+        "http://hä:1",
+        "http://h:1/\u2028",
+        f"http://{'h' * 64}:1",
+        "http://h..x:1",
+    ],
 )
 def test_urls_that_cannot_be_a_relays_are_refused(url: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         open_objects(url)
     assert "secret-word" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://relay-1:80", "https://relay-1.eu-west.example:8443/a-b/c~d", "http://127.0.0.1:8080", "http://[::1]:80"],
+)
+def test_urls_that_can_be_a_relays_are_taken(url: str) -> None:
+    assert open_objects(url).url == url
+    several = f"{url},http://relay-2:80"
+    assert open_objects(several).url == several
 
 
 def test_options_that_nobody_takes_are_refused(tmp_path: Path) -> None:
