@@ -204,10 +204,12 @@ def pull_copy(
             if not is_there:
                 place = copy_directory.make_directory(root, name)
                 built = _build(catalog, goal, contents, files, place, source, fetcher)
-            order = (name, *(item for item in order if item != name and (root / item).is_dir()))
+            known = [item for item in order if (is_there or item != name) and (root / item).is_dir()]
+            order = (name, *(item for item in known if item != name))
             if name != current:
-                # Until the link has moved, the new name in front of the old one counts as never read.
-                copy_directory.write_copies(root, Copies(catalog.document.store_id, order))
+                # Until the link has moved, the new name in front of the old one counts as never read. One that has been
+                # read stands behind the old one too.
+                copy_directory.write_copies(root, Copies(catalog.document.store_id, (name, *known)))
                 copy_directory.switch(root, name)
             _remove(root, order[1 + keep :])
     except OSError as error:

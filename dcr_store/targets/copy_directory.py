@@ -53,7 +53,8 @@ class Copies:
     store_id : str or None
         Of the store that the versions are from; None if that is not known.
     order : tuple of str
-        Directories that ``current`` has led to, or is about to, newest first.
+        Directories that ``current`` has led to, or is about to, newest first. The first may stand a second time among
+        the others: ``current`` had led to it before, and is about to lead back there.
     """
 
     store_id: str | None
@@ -62,9 +63,9 @@ class Copies:
     def read_before(self, current: str | None) -> tuple[str, ...]:
         """Return the directories that a reader may know, newest first: what stands before `current` was never it."""
         if current is None:
-            return self.order
+            return tuple(dict.fromkeys(self.order))
         after = self.order[self.order.index(current) + 1 :] if current in self.order else self.order
-        return (current, *(name for name in after if name != current))
+        return tuple(dict.fromkeys((current, *after)))
 
 
 def directory_name(version: str, root: str, again: int = 0) -> str:

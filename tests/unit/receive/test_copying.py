@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -177,6 +178,41 @@ class TestKept:
         assert files_of((root / "current").resolve()) == before
         pull(store, root, 3)
         assert versions(root) == ["main@1", "main@3"], "the one before is what was current before, not the older one"
+
+    @pytest.mark.parametrize("goal", [1, 2, 3])
+    def test_broken_off_anywhere_on_the_way_back_to_a_kept_one(
+        self, store: Store, checkpoints: list[Path], tmp_path: Path, goal: int
+    ) -> None:
+        """Whoever reads the version that was left may still do so: it is neither written nor forgotten."""
+        points: list[str] = []
+        for at in range(100):
+            root = tmp_path / str(at)
+            pull(store, root, 1)
+            left = (root / "current").resolve()
+            pull(store, root, 2)
+            before, marker = files_of(left), (left / ".dcr" / "marker.json").stat().st_ino
+            seen: list[str] = []
+
+            def strike(event: events.Event, at: int = at, seen: list[str] = seen) -> None:
+                if event.name.startswith("copy."):
+                    seen.append(event.name)
+                    if len(seen) > at:
+                        raise KeyboardInterrupt
+
+            with contextlib.suppress(KeyboardInterrupt), events.listening(strike):
+                pull(store, root, 1)
+            points = seen
+            if len(seen) <= at:
+                break
+            is_back = "copy.switched" in seen
+            pull(store, root, goal)
+            assert tree(root / "current") == tree(checkpoints[goal]), points
+            kept = {1, 2} if goal < 3 else {1 if is_back else 2, 3}
+            assert versions(root) == [f"main@{number}" for number in sorted(kept)], points
+            if 1 in kept:
+                assert files_of(left) == before, points
+                assert (left / ".dcr" / "marker.json").stat().st_ino == marker, points
+        assert "copy.link.made" in points
 
     def test_one_that_a_reader_holds_stays(self, store: Store, checkpoints: list[Path], tmp_path: Path) -> None:
         root = tmp_path / "out"
