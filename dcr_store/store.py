@@ -523,7 +523,7 @@ class Store:
         proposing : {"newest", "manual"}
             Whether members propose the newest version by themselves.
         drop_after_s : int, optional
-            After how many seconds members that have prepared drop one that has not.
+            After how many seconds members that have prepared, or applied, a version drop one that has not.
 
         Raises
         ------

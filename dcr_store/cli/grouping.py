@@ -95,7 +95,7 @@ def _register_create(acts: Verbs) -> None:
         "--drop-after",
         metavar="SECONDS",
         type=natural,
-        help="let members drop one that has not prepared so long after them (default: wait for ever)",
+        help="let members drop one that has not prepared or applied so long after them (default: wait for ever)",
     )
 
 

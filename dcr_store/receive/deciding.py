@@ -103,31 +103,43 @@ class InGroup:
             If the group has dropped this receiver. The target may not be served any more.
         """
         member = self._member
-        if not self._is_member:
-            member.join()
-            self._is_member = True
-        wanted = member.step()
+        self._join()
+        wanted = member.step(knows_head=True)
         if wanted.apply is None and wanted.prepare is None and member.try_promote():
-            wanted = member.step()
+            wanted = member.step(knows_head=True)
         if wanted.apply is not None:
             return Step(self._located(keeper, wanted.apply), is_last=False)
         if wanted.prepare is not None:
             return Step(self._located(keeper, wanted.prepare), may_apply=False, is_last=False)
         return Step(None if member.active is None else self._located(keeper, member.active))
 
+    def _join(self) -> bool:
+        """Become a member, unless this is one; return whether it has become one, by the log as read now."""
+        if self._is_member:
+            return False
+        self._member.join()
+        self._is_member = True
+        return True
+
+    def _refresh(self) -> None:
+        if not self._join():
+            self._member.refresh()
+
     def _located(self, keeper: Keeper, version: GroupVersion) -> Located:
         found = keeper.catalog.known(version.version)
         return found if found is not None and _names(version, found) else self._member.located(version)
 
     def prepared(self, goal: Located, prepared: Prepared) -> None:
-        """Acknowledge it, if the group proposes it, and promote if this was the last one to prepare it."""
+        """Acknowledge it, if the group proposes it now, and promote if this was the last one to prepare it."""
+        self._refresh()
         proposed = self._member.state.proposed
         if proposed is not None and _names(proposed, goal):
             self._member.prepared(proposed, prepared.base_root, prepared.root)
             self._member.try_promote()
 
     def decided(self, goal: Located | None) -> Located:
-        """Return the group's active version."""
+        """Return the group's active version, as read now."""
+        self._refresh()
         active = self._member.active
         if active is None:
             raise ConflictError(

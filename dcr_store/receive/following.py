@@ -61,6 +61,7 @@ class Follow:
         self._hooks, self._stop = hooks, stop
         self._at_most = until
         self._rests, self._retries, self._blocked = rests(), retries(), Blocked()
+        self._unserved = Blocked()
         self._seen: object = None
         self._announced: Located | None = None
         self._told: Located | None = None
@@ -92,7 +93,15 @@ class Follow:
         """Go one step further; return the seconds to wait before the next one, None at the end."""
         self._check_store()
         seen = self._keeper.look(serves=self._decider.serves)
-        step = self._decider.next(self._keeper, self._at_most)
+        try:
+            step = self._decider.next(self._keeper, self._at_most)
+        except FencedError:
+            raise
+        except DcrError:
+            self._let_serve()
+            raise
+        # Whatever comes next takes its time, and fails perhaps; who waits to serve what is held does not wait for it.
+        self._let_serve()
         # What is spooled meanwhile is no reason to look more often.
         news = (self._keeper.length, None if seen is None else (seen.txid, seen.attempt, seen.n_partitions))
         if news != self._seen:
@@ -156,9 +165,25 @@ class Follow:
             _call(self._hooks.on_applied, told if told is not None and told.version == goal.name else unchanged)
             self._told, self._untold, self._announced = goal, None, None
         self._decider.applied(goal)
-        if self._hooks.on_serving is not None and not same(self._serving, goal) and self._decider.all_applied():
-            self._hooks.on_serving(Active(goal.name, goal.row.root))
-            self._serving = goal
+        self._let_serve()
+
+    def _let_serve(self) -> None:
+        """Say once that all hold the version that this target was told to hold, if that is so and it still does."""
+        told, hook = self._told, self._hooks.on_serving
+        if told is None or hook is None or same(self._serving, told) or not same(self._keeper.held, told):
+            return
+        if self._unserved.holds(told.name, time.monotonic()) or not self._decider.all_applied():
+            return
+        try:
+            hook(Active(told.name, told.row.root))
+        except DcrError as error:
+            if self._once:
+                raise
+            # The group goes on meanwhile: this one engine is told again later.
+            self._tell(error, self._unserved.add(told.name, time.monotonic()))
+        else:
+            self._serving = told
+            self._unserved.clear()
 
     def _is_end(self, step: Step, goal: Located) -> bool:
         if self._hooks.on_serving is not None and not same(self._serving, goal):

@@ -84,8 +84,7 @@ class Member:
         self._was_admitted = False
         self._prepared: GroupVersion | None = None
         self._applied: GroupVersion | None = None
-        self._all_applied: GroupVersion | None = None
-        self._late_since: dict[tuple[int, str, str], float] = {}
+        self._late_since: dict[str, dict[tuple[int, str, str], float]] = {}
 
     @property
     def state(self) -> GroupState:
@@ -118,30 +117,33 @@ class Member:
         self._require_member(state)
         return state
 
-    def leave(self, reason: str = "left by itself") -> None:
-        """Drop this incarnation, so that nobody waits for it. Does nothing where it is no member."""
-        if self.log.refresh().members.get(self.name) == self.incarnation:
-            try:
-                self.log.drop(self.name, reason, incarnation=self.incarnation)
-            except ConflictError:
-                return
+    def refresh(self) -> GroupState:
+        """Read on in the group's log; ``FencedError`` if this incarnation is no member any more."""
+        state = self.log.refresh()
+        self._require_member(state)
+        return state
 
-    def step(self) -> Wanted:
+    def step(self, *, knows_head: bool = False) -> Wanted:
         """Read on, propose the newest version where none stands, and return what to do now.
+
+        Parameters
+        ----------
+        knows_head : bool
+            Whether the catalog has just read the line's log to its end, so that it is not read again.
 
         Raises
         ------
         FencedError
             If this incarnation is no member any more: stop serving, and start again to come back.
         """
-        state = self.log.refresh()
-        self._require_member(state)
+        state = self.refresh()
         if state.proposed is None and state.policy.proposing == "newest" and not state.awaited:
-            state = self._propose_newest(state)
+            state = self._propose_newest(state, knows_head)
         return plan(state, self._prepared, self._applied)
 
-    def _propose_newest(self, state: GroupState) -> GroupState:
-        head = self._catalog.log(state.line).refresh().head
+    def _propose_newest(self, state: GroupState, knows_head: bool) -> GroupState:
+        log = self._catalog.log(state.line)
+        head = (log.state if knows_head else log.refresh()).head
         if head is None or (state.highest is not None and head.version <= state.highest):
             return state
         new = Located(state.line, head)
@@ -224,7 +226,7 @@ class Member:
         self._require_member(state)
         acks = self._acks.read("prepared", proposed, state.members)
         if state.lacking(acks):
-            state = self._drop_late(state, proposed, acks)
+            state = self._drop_late(state, "prepared", proposed, acks)
         if state.lacking(acks) or state.proposed != proposed:
             return state.active == proposed
         try:
@@ -234,16 +236,17 @@ class Member:
             state = self.log.state
         return state.active == proposed
 
-    def _drop_late(self, state: GroupState, proposed: GroupVersion, acks: Iterable[str]) -> GroupState:
+    def _drop_late(self, state: GroupState, kind: str, subject: GroupVersion, acks: Iterable[str]) -> GroupState:
+        """Drop those who have been missing among `acks`, which are of this kind, for longer than the policy allows."""
         limit_s, here = state.policy.drop_after_s, set(acks)
         if limit_s is None:
             return state
-        late = [(proposed.proposal, name, found) for name, found in state.members.items() if name not in here]
-        now_s = self._clock()
-        self._late_since = {key: self._late_since.get(key, now_s) for key in late}
-        for key, since_s in self._late_since.items():
+        late = [(subject.proposal, name, found) for name, found in state.members.items() if name not in here]
+        now_s, before = self._clock(), self._late_since.get(kind, {})
+        since = self._late_since[kind] = {key: before.get(key, now_s) for key in late}
+        for key, since_s in since.items():
             if now_s - since_s >= limit_s:
-                reason = f"had not prepared {proposed.version} {limit_s} s after {self.name}"
+                reason = f"had not {kind} {subject.version} {limit_s} s after {self.name}"
                 try:
                     state = self.log.drop(key[1], reason, incarnation=key[2])
                 except ConflictError:
@@ -251,11 +254,18 @@ class Member:
         return state
 
     def all_applied(self) -> bool:
-        """Whether every member admitted has applied the active version: then the group may serve it."""
+        """Whether every member admitted has applied the active version: then the group may serve it.
+
+        Drops members that are later than the group's policy allows, if this member has applied it.
+        """
         state, active = self.log.state, self.log.state.active
         if active is None or not state.members:
             return False
-        return len(self._acks.read("applied", active, state.members)) == len(state.members)
+        acks = self._acks.read("applied", active, state.members)
+        if active == self._applied:
+            state = self._drop_late(state, "applied", active, acks)
+        found = {name: ack.incarnation for name, ack in acks.items()}
+        return state.active == active and all(found.get(name) == this for name, this in state.members.items())
 
     def _require_member(self, state: GroupState) -> None:
         found = state.members.get(self.name)

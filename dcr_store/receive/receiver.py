@@ -53,9 +53,10 @@ class Receiver:
         return f"<dcr_store Receiver of {self.line}, at {self._keeper.active and self._keeper.active.version}>"
 
     def poll(self) -> Polled:
-        """Look at the store: one request where nothing is new, two while a transaction is open.
+        """Look at the store: one request where nothing is new, two while a transaction is open; in a group, one more.
 
-        What an open transaction has journaled since the last look is fetched in the background.
+        What an open transaction has journaled since the last look is fetched in the background. In a group, a target
+        that has not been looked at yet is wanted to be brought to the version that it says it holds.
 
         Raises
         ------
@@ -69,7 +70,9 @@ class Receiver:
             seen = keeper.look(serves=self._decider.serves)
             step = self._decider.next(keeper, None)
             goal = step.goal
-            if goal is not None and step.may_apply and same(goal, keeper.held):
+            # What a target says of itself is not told to a group: its bits may be others.
+            is_sure = keeper.is_checked or self._decider.serves
+            if goal is not None and step.may_apply and is_sure and same(goal, keeper.held):
                 keeper.serve()
                 self._decider.applied(goal)
                 goal = None

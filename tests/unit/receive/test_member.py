@@ -263,18 +263,35 @@ class TestDropping:
         a.step()
         assert a.try_promote()
 
-    def test_leaving(self, store: Store, member: Callable[..., Member]) -> None:
-        store.create_group("eu", ["a", "b"])
+    def test_who_does_not_apply_is_dropped_by_policy(
+        self, store: Store, member: Callable[..., Member], clock: Clock
+    ) -> None:
+        """It died after the last acknowledgement: nobody else would ever serve the version."""
+        store.create_group("eu", ["a", "b"], drop_after_s=30)
         a, b = member("a"), member("b")
-        prepare(a)
-        b.leave()
-        b.leave()
+        first = prepare(a)
+        prepare(b)
         a.step()
         assert a.try_promote()
-        stranger = member("b", join=False)
-        stranger.leave()
+        for _ in range(2):
+            assert not a.all_applied()
+            clock.now_s += 1000
+        assert a.log.refresh().members.keys() == {"a", "b"}, "who has not applied drops nobody"
+        a.applied(first, first.root)
+        assert not a.all_applied()
+        clock.now_s += 29.9
+        assert not a.all_applied()
+        assert not a.try_promote(), "waiting for other acknowledgements does not begin anew"
+        clock.now_s += 0.2
+        assert a.all_applied()
+        assert a.state.members.keys() == {"a"}
+        with pytest.raises(FencedError, match="had not applied main@0 30 s after a"):
+            b.step()
+
+    def test_who_never_came(self, store: Store, member: Callable[..., Member]) -> None:
+        store.create_group("eu", ["a"])
         with pytest.raises(FencedError, match="it was never admitted"):
-            stranger.step()
+            member("a", join=False).step()
 
 
 def test_another_root_is_never_acknowledged(store: Store, member: Callable[..., Member]) -> None:
@@ -350,6 +367,7 @@ def test_polling_costs_a_constant_number_of_requests(store: Store) -> None:
     a.applied(a.active, a.active.root)  # type: ignore[arg-type,union-attr]
     a.step()
     assert requests(a.step) == 2, "the group's log and the line's"
+    assert requests(lambda: a.step(knows_head=True)) == 1
 
 
 def test_what_an_operator_asks_wrongly(store: Store) -> None:

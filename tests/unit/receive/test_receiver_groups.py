@@ -80,11 +80,13 @@ class Running:
 
         try:
             self.result = self.receiver.follow(
-                on_prepared=note("prepared"),
-                on_applied=note("applied"),
-                on_serving=note("serving"),
-                on_failure=lambda error, _: self.failures.append(error),
-                **self._options,  # type: ignore[arg-type]
+                **{  # type: ignore[arg-type]
+                    "on_prepared": note("prepared"),
+                    "on_applied": note("applied"),
+                    "on_serving": note("serving"),
+                    "on_failure": lambda error, _: self.failures.append(error),
+                    **self._options,
+                }
             )
         except BaseException as error:
             self.result = error
@@ -288,6 +290,92 @@ def test_a_proposal_that_cannot_be_prepared_is_not_promoted(store: Store, tmp_pa
         item.stop()
 
 
+def test_the_version_held_is_served_while_the_next_one_cannot_be_prepared(store: Store, tmp_path: Path) -> None:
+    """Engines wait until all have applied; that does not end because a damaged version is proposed meanwhile."""
+    store.create_group("eu", NAMES[:2])
+    commit(store, 0)
+    late = threading.Event()
+
+    def wait(applied: Applied) -> None:
+        assert late.wait(20)
+
+    running = [Running(store, tmp_path / "r0", "r0"), Running(store, tmp_path / "r1", "r1", on_applied=wait)]
+    wait_for(lambda: ("applied", "main@0") in running[0].log)
+    commit(store, 1)
+    key = store._catalog.contents(store._catalog.resolve("main@1")).partitions[0].key
+    good = store._objects.get(key)
+    store._objects.put(key, good[:-1] + b"?")
+    wait_for(lambda: bool(running[0].failures) or ("prepared", "main@1") in running[0].log)
+    late.set()
+    wait_for(lambda: ("serving", "main@0") in running[0].log, running[0].log)
+    store._objects.put(key, good)
+    wait_for(lambda: all(("serving", "main@1") in item.log for item in running))
+    for item in running:
+        item.stop()
+
+
+def test_an_engine_that_does_not_serve_does_not_hold_up_the_group(store: Store, tmp_path: Path) -> None:
+    store.create_group("eu", NAMES[:2])
+    commit(store, 0)
+    works = threading.Event()
+    served: list[str] = []
+
+    def serve(active: Active) -> None:
+        if not works.is_set():
+            raise StorageError("the engine does not answer")
+        served.append(active.version)
+
+    running = [Running(store, tmp_path / "r0", "r0", on_serving=serve), Running(store, tmp_path / "r1", "r1")]
+    wait_for(lambda: bool(running[0].failures))
+    commit(store, 1)
+    wait_for(lambda: ("serving", "main@1") in running[1].log)
+    works.set()
+    wait_for(lambda: served == ["main@1"], served)
+    for item in running:
+        item.stop()
+
+
+def test_step_by_step_the_group_is_asked_each_time(store: Store, tmp_path: Path) -> None:
+    """What was promoted after the poll is applied, and who was dropped after it does not serve again."""
+    store.create_group("eu", NAMES[:1])
+    commit(store, 0)
+    receiver = over(store).receiver(tmp_path / "r0", group="eu", name="r0")
+    receiver.poll()
+    receiver.prepare("main@0")
+    receiver.apply()
+    commit(store, 1)
+    store.group("eu").propose("main@1")
+    receiver.prepare("main@1")
+    assert active(store) == "main@1", "the proposal was found by prepare itself"
+    assert receiver.apply().version == "main@1"
+    store.group("eu").drop("r0", "it misbehaved")
+    for act in (receiver.apply, lambda: receiver.prepare("main@0")):
+        with pytest.raises(FencedError, match="it misbehaved"):
+            act()
+        assert receiver.active() is None
+    receiver.close()
+
+
+def test_what_a_target_says_of_itself_is_not_acknowledged(store: Store, tmp_path: Path) -> None:
+    """Its marker says that it is at the active version, and bits were changed since."""
+    store.create_group("eu", NAMES[:1])
+    commit(store, 0)
+    with over(store).receiver(tmp_path / "r0", group="eu", name="r0") as receiver:
+        receiver.poll()
+        receiver.prepare("main@0")
+        receiver.apply()
+    weights = tmp_path / "r0" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with over(store).receiver(tmp_path / "r0", group="eu", name="r0") as receiver:
+        polled = receiver.poll()
+        assert (polled.active, polled.wanted, polled.may_apply) == (None, "main@0", True)
+        assert store.group("eu").status().members[0].version is None
+        receiver.apply()
+        assert store.group("eu").status().members[0].version == "main@0"
+        assert receiver.poll().active == Active("main@0", store.show("main@0").info.root)
+    assert holds(tmp_path / "r0", 0)
+
+
 def test_what_may_not_be_asked(store: Store, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no group 'eu'"):
         store.receiver(tmp_path, group="eu", name="r0")
@@ -317,11 +405,12 @@ def test_polling_in_a_group_costs_a_constant_number_of_requests(store: Store, tm
     receiver: Receiver = Store(watched, store._document, store._catalog.store_sha256).receiver(
         tmp_path / "r0", group="eu", name="r0"
     )
-    for _ in range(2):
-        receiver.poll()
+    receiver.poll()
+    receiver.apply()
+    receiver.poll()
     watched.requests.clear()
     receiver.poll()
-    assert len(watched.requests) <= 3, watched.requests
+    assert len(watched.requests) == 2, watched.requests
 
     def refuse(method: str, key: str) -> None:
         raise StorageError("no answer", key=key)
