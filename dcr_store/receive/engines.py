@@ -87,22 +87,29 @@ class Http:
         ``http://host:port`` or ``https://…``, possibly with a path before those of the requests.
     timeout_s : float
         For a whole request.
+
+    Raises
+    ------
+    InvalidInputError
+        If the URL is none that a request can be sent to, or the token none that can be sent.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        parts = urlsplit(url)
+        expected = "http://host:port, or https"
         try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.username is not None:
+            parts = urlsplit(url)
+            host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
+            if parts.scheme not in ("http", "https") or not host or parts.username is not None or not _is_plain(url):
+                raise InvalidInputError("is no address of an engine", key=url, expected=expected, found=url)
+            host.encode("idna")  # as each request will do
+        except ValueError as error:
             raise InvalidInputError(
-                "is no address of an engine", key=url, expected="http://host:port, or https", found=url
-            )
-        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+                f"is no address of an engine: {error}", key=url, expected=expected, found=url
+            ) from error
+        self.url = f"{parts.scheme}://{parts.netloc}{self._prefix}"
         self._make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port, self._prefix = parts.hostname, port, parts.path.rstrip("/")
-        self._timeout_s = timeout_s
+        self._host, self._timeout_s = host, timeout_s
+        self._headers = _headers()
 
     def post(self, path: str, body: Mapping[str, object] | None = None) -> Any:
         """Return the decoded answer to a request, None if it is no JSON; ``EngineError`` if it is no success."""
@@ -117,10 +124,10 @@ class Http:
             timer = threading.Timer(max(0.0, deadline_s - time.monotonic()), _cut, [connection.sock, is_late])
             timer.daemon = True
             timer.start()
-            connection.request("POST", self._prefix + path, json.dumps(body or {}).encode(), _headers())
+            connection.request("POST", self._prefix + path, json.dumps(body or {}).encode(), self._headers)
             with connection.getresponse() as response:
                 status, data = response.status, response.read(_MAX_ANSWER_NBYTES)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             late = is_late.is_set() or isinstance(error, TimeoutError)
             what = f"no answer within {self._timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
             raise EngineError("the engine did not answer", key=key, status=None, found=what) from error
@@ -139,8 +146,21 @@ class Http:
         return None
 
 
+def _is_plain(text: str) -> bool:
+    """Whether a text can stand in a request as it is."""
+    return text.isascii() and text.isprintable() and " " not in text
+
+
 def _headers() -> dict[str, str]:
-    token = os.environ.get(TOKEN_VARIABLE)
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not _is_plain(token):
+        # The token itself is shown nowhere.
+        raise InvalidInputError(
+            "is no token that can be sent",
+            key=TOKEN_VARIABLE,
+            expected="printable ASCII characters, no space between them",
+            found=f"{len(token)} characters, others among them",
+        )
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
 
 

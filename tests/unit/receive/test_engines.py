@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -113,6 +114,30 @@ def test_a_token_is_sent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("DCR_ENGINE_TOKEN", "s3cret")
         take(engine(f"sglang={server.url}"), arrival(directory))
         assert server.headers[-1]["Authorization"] == "Bearer s3cret"
+
+
+@pytest.mark.parametrize("token", [" s3cret\n", "s3cret\r\n", "\ts3cret"])
+def test_a_token_as_files_give_it(token: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCR_ENGINE_TOKEN", token)
+    with SglangStandIn() as server:
+        take(engine(f"sglang={server.url}"), arrival(directory))
+        assert server.headers[-1]["Authorization"] == "Bearer s3cret"
+
+
+@pytest.mark.parametrize("token", ["s3c\nret", "s3c\rret", "s3c ret", "s3c\x7fret", "s3cr\u00e9t", "s3cr\u2028t"])
+def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCR_ENGINE_TOKEN", token)
+    with pytest.raises(InvalidInputError, match="no token") as caught:
+        engine("sglang=http://host:1")
+    assert caught.value.key == "DCR_ENGINE_TOKEN"
+    assert "s3c" not in "".join(traceback.format_exception(caught.value))
+
+
+@each_kind
+@pytest.mark.parametrize("host", ["host\u2026name", "x" * 64])
+def test_a_host_that_no_request_can_name_is_refused(kind: str, host: str) -> None:
+    with pytest.raises(InvalidInputError, match="no address"):
+        engine(f"{kind}=http://{host}:1")
 
 
 def test_a_path_before_the_requests(directory: Path) -> None:
@@ -255,6 +280,13 @@ class TestVllmTransfer:
         "sglang=http://host:port",
         "sglang=http://host:99999",
         "sglang=http://user:password@host:1",
+        "sglang=http://[::1",
+        "sglang=http://a b:80",
+        "sglang=http://a\tb:80",
+        "sglang=http://.foo:80",
+        "sglang=http://foo..bar:80",
+        "sglang=http://foo:80/a b",
+        "sglang=http://foo:80/ü",
         "sglang=http://host:1?pause=keep",
         "vllm=http://host:1?pause=retract",
         "vllm=http://host:1?weights=all",
