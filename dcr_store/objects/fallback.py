@@ -71,7 +71,7 @@ class FallbackObjects:
         self._tell = tell
         self._lock = threading.Lock()
         self._away: dict[int, float] = {}  # member → until when it is asked last
-        self._known: dict[int, str | None] = {}  # member → SHA-256 of its dcr.json
+        self._known: dict[int, str] = {}  # member → SHA-256 of its dcr.json
         self._wrong: OrderedDict[tuple[str, str], dict[int, tuple[str, float]]] = OrderedDict()
         self._last: int | None = None
         self.url = ",".join(member.url for member in members)
@@ -92,12 +92,22 @@ class FallbackObjects:
         if is_new and len(self.members) > 1:
             self._tell(f"upstream {self.members[number].url} is passed by for {AWAY_S:.0f} s: {error}")
 
+    def _turn_to(self, number: int) -> None:
+        """Prepare to ask an upstream; raise if it cannot be one of those used before."""
+        with self._lock:
+            last = self._last
+        self._doubt_after(last, number)
+        self._check_same(number)
+
     def _works(self, number: int) -> None:
         with self._lock:
-            was, self._last = self._last, number
+            last, self._last = self._last, number
             self._away.pop(number, None)
-        if was is not None and was != number and isinstance(member := self.members[number], _Doubted):
-            # It may still give answers that are older than what the other one told.
+        self._doubt_after(last, number)  # what is asked next; another thread may have been told something meanwhile
+
+    def _doubt_after(self, last: int | None, number: int) -> None:
+        """Doubt an upstream after another one: it may still give answers that are older than what that one told."""
+        if last is not None and last != number and isinstance(member := self.members[number], _Doubted):
             member.doubt(DOUBT_S)
 
     def doubt(self, for_s: float) -> None:
@@ -107,43 +117,74 @@ class FallbackObjects:
                 member.doubt(for_s)
 
     def _check_same(self, number: int) -> None:
-        """Raise ``InvalidInputError`` if an upstream is of another store than those used before."""
+        """Raise ``InvalidInputError`` if an upstream is of another store than those used before.
+
+        ``StorageError`` if it holds none, while another one does: nothing may be put there, and nothing be missing.
+        """
         if len(self.members) == 1 or number in self._known:
             return
         try:
             found = hashlib.sha256(self.members[number].get(_STORE_KEY)).hexdigest()
         except NotFoundError:
-            return  # no store yet; asked again next time
+            found = None
         with self._lock:
             for other, known in self._known.items():
+                if found is None:
+                    raise StorageError(
+                        f"{self.members[number].url} holds no store, and {self.members[other].url} does; give only "
+                        "ways to one store",
+                        key=_STORE_KEY,
+                        expected=known,
+                        found="no such object",
+                    )
                 if known != found:
                     raise InvalidInputError(
                         f"upstreams {self.members[other].url} and {self.members[number].url} are of different stores; "
-                        "give only ways to one store"
+                        "give only ways to one store",
+                        key=_STORE_KEY,
+                        expected=known,
+                        found=found,
                     )
-            self._known[number] = found
+            if found is not None:  # else there is no store yet; asked again next time
+                self._known[number] = found
 
     # ------------------------------------------------------------------ operations
 
-    def _try_all(self, call: Callable[[ObjectStore], T], *, is_immutable: bool = False, is_write: bool = False) -> T:
-        """Return the first answer; raise ``TransientError`` where another try of one of them may help."""
+    def _try_all(
+        self,
+        call: Callable[[ObjectStore], T],
+        *,
+        is_immutable: bool = False,
+        is_write: bool = False,
+        is_proof: bool = False,
+    ) -> T:
+        """Return the first answer; raise ``TransientError`` where another try of one of them may help.
+
+        With `is_proof` an answer proves that those before it that held other bytes held wrong ones.
+        """
         failures: list[Exception] = []
+        wrong: dict[int, IntegrityError] = {}
         missing: NotFoundError | None = None
         for number in self._order():
             try:
-                self._check_same(number)
+                self._turn_to(number)
                 answer = call(self.members[number])
             except NotFoundError as error:
                 if not is_immutable:
                     self._works(number)
                     raise
                 missing = error
-            except (StorageError, OutcomeUnknownError, IntegrityError) as error:
+            except IntegrityError as error:
+                wrong[number] = error  # or the caller's SHA-256 is
+                failures.append(error)
+            except (StorageError, OutcomeUnknownError) as error:
                 if not (is_write and isinstance(error, StorageError) and not is_transient(error)):
                     self._failed(number, error)  # who only refuses to write is good for reading
                 failures.append(error)
             else:
                 self._works(number)
+                for other in wrong if is_proof else ():
+                    self._failed(other, wrong[other])
                 return answer
         return self._give_up(failures, missing)
 
@@ -175,7 +216,11 @@ class FallbackObjects:
                     raise IntegrityError(f"{member.url} holds other bytes", key=key, expected=sha256, found=found)
             return data
 
-        return retrying(self._policy, "get", key, lambda: self._try_all(fetch, is_immutable=sha256 is not None))
+        is_known = sha256 is not None
+        is_proof = is_known and start == 0 and stop is None
+        return retrying(
+            self._policy, "get", key, lambda: self._try_all(fetch, is_immutable=is_known, is_proof=is_proof)
+        )
 
     def put(self, key: str, data: Bytes) -> None:
         """Store an object, atomically and durably, over whatever is there."""
@@ -263,7 +308,7 @@ class FallbackObjects:
             missing: NotFoundError | None = None
             for number in self._without_wrong(key, sha256):
                 try:
-                    self._check_same(number)
+                    self._turn_to(number)
                     for piece in blocks(self.members[number], key, sha256, nbytes, past=past):
                         digest.update(piece)
                         nbytes += len(piece)
@@ -283,6 +328,8 @@ class FallbackObjects:
                 else:
                     self._judge(digest.hexdigest(), sources or {number}, key, sha256)
                     self._works(number)
+                    for other, (found, _) in self._wrong_ones(key, sha256).items():
+                        self._failed(other, self._wrong_error(other, key, sha256, found))
                     return
             try:
                 self._give_up(failures, missing)
@@ -299,24 +346,28 @@ class FallbackObjects:
         raise self._note_wrong(number, key, sha256, found)
 
     def _note_wrong(self, number: int, key: str, sha256: str, found: str) -> IntegrityError:
-        error = IntegrityError(f"{self.members[number].url} holds other bytes", key=key, expected=sha256, found=found)
-        self._tell(str(error))
+        """Note that an upstream holds other bytes; that they are wrong is known once another one has the right ones."""
         with self._lock:
             self._wrong.setdefault((key, sha256), {})[number] = (found, time.monotonic() + WRONG_S)
             while len(self._wrong) > _MOST_REMEMBERED:
                 self._wrong.popitem(last=False)
-            self._away[number] = time.monotonic() + AWAY_S
-        return error
+        return self._wrong_error(number, key, sha256, found)
+
+    def _wrong_error(self, number: int, key: str, sha256: str, found: str) -> IntegrityError:
+        return IntegrityError(f"{self.members[number].url} holds other bytes", key=key, expected=sha256, found=found)
+
+    def _wrong_ones(self, key: str, sha256: str) -> dict[int, tuple[str, float]]:
+        now = time.monotonic()
+        with self._lock:
+            return {n: noted for n, noted in self._wrong.get((key, sha256), {}).items() if noted[1] > now}
 
     def _without_wrong(self, key: str, sha256: str) -> Sequence[int]:
         """Return the upstreams that may have the object; ``IntegrityError`` if there are none left."""
-        now = time.monotonic()
-        with self._lock:
-            wrong = {n: found for n, (found, until) in self._wrong.get((key, sha256), {}).items() if until > now}
+        wrong = self._wrong_ones(key, sha256)
         left = [number for number in self._order() if number not in wrong]
         if not left:
             names = " and ".join(self.members[number].url for number in wrong)
-            found = next(iter(wrong.values()))
+            found, _ = next(iter(wrong.values()))
             raise IntegrityError(f"{names} holds other bytes", key=key, expected=sha256, found=found)
         return left
 

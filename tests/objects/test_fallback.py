@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from collections.abc import Callable
 
 import pytest
@@ -98,6 +99,32 @@ def test_a_stream_of_wrong_bytes_fails_and_the_next_one_is_right(ways: Ways) -> 
         list(ways.objects.stream("a", RIGHT))
     assert caught.value.found == hashlib.sha256(b"wrong").hexdigest()
     assert list(ways.objects.stream("a", RIGHT)) == [b"right"]
+
+
+def test_a_wrong_hash_of_a_caller_does_not_discredit_who_is_honest(ways: Ways) -> None:
+    ways.store.put("a", b"right")
+    wrong = hashlib.sha256(b"what nobody has").hexdigest()
+    for call in (lambda: list(ways.objects.stream("a", wrong)), lambda: ways.objects.get("a", sha256=wrong)):
+        with pytest.raises(IntegrityError):
+            call()
+    assert ways.told == []
+    ways.objects.get("a")
+    assert ways.first.requests[-1] == ("get", "a")
+    assert ways.objects.get("a", sha256=RIGHT) == b"right"
+
+
+def test_wrong_bytes_of_a_stream_are_named_once_another_has_the_right_ones(ways: Ways) -> None:
+    ways.first.inner = open_objects(f"memory://{secrets.token_hex(8)}")
+    ways.first.inner.put("a", b"wrong")
+    ways.store.put("a", b"right")
+    with pytest.raises(IntegrityError):
+        list(ways.objects.stream("a", RIGHT))
+    assert ways.told == []
+    assert list(ways.objects.stream("a", RIGHT)) == [b"right"]
+    assert len(ways.told) == 1
+    assert hashlib.sha256(b"wrong").hexdigest() in ways.told[0]
+    ways.objects.get("a")
+    assert ways.second.requests[-1] == ("get", "a")  # the first one is passed by for a while
 
 
 def test_wrong_bytes_everywhere_are_an_error_at_once(ways: Ways) -> None:
@@ -200,9 +227,69 @@ def test_short_lived_answers_of_the_next_are_doubted(ways: Ways) -> None:
     ways.objects.get("a")
     assert doubted == []
     ways.first.before = unreachable
+    asked: list[int] = []
+    ways.second.before = lambda method, key: asked.append(len(doubted))
     ways.objects.get("a")
-    assert len(doubted) == 1
-    assert doubted[0] >= 1
+    assert doubted
+    assert min(doubted) >= 1
+    assert min(asked) >= 1  # its first answer as well, that of whether it is of the same store too
+    n_doubts = len(doubted)
+    ways.objects.get("a")
+    assert len(doubted) == n_doubts
+
+
+@pytest.mark.parametrize("known", [RIGHT, None])
+def test_short_lived_answers_of_the_first_are_doubted_when_it_is_back(
+    ways: Ways, known: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dcr_store.objects import fallback
+
+    monkeypatch.setattr(fallback, "AWAY_S", 0.05)
+    doubted: list[float] = []
+    ways.first.doubt = doubted.append  # type: ignore[attr-defined]
+    ways.store.put("a", b"right")
+    ways.first.before = unreachable
+    ways.objects.get("a")
+    time.sleep(0.06)
+    asked: list[int] = []
+    ways.first.before = lambda method, key: asked.append(len(doubted))
+    if known:
+        assert list(ways.objects.stream("a", known)) == [b"right"]
+    else:
+        assert ways.objects.get("a") == b"right"
+    assert min(asked) >= 1
+
+
+def test_an_empty_place_beside_a_store_is_passed_by(ways: Ways) -> None:
+    """A bucket's prefix with a typo, a directory that is not mounted: nothing is put there, nothing is missing."""
+    empty = open_objects(f"memory://{secrets.token_hex(8)}")
+    ways.second.inner = empty
+    ways.store.put("dcr.json", b"store")
+    ways.store.put("log/0", b"record")
+    assert ways.objects.get("log/0") == b"record"
+    ways.first.before = unreachable
+    for call in (
+        lambda: ways.objects.get("log/0"),
+        lambda: ways.objects.size("log/0"),
+        lambda: ways.objects.list("log/"),
+        lambda: ways.objects.put("log/1", b"mine"),
+        lambda: ways.objects.put_if_absent("log/1", b"mine"),
+        lambda: list(ways.objects.stream("log/0", RIGHT)),
+    ):
+        with pytest.raises(StorageError) as caught:
+            call()
+        assert not isinstance(caught.value, NotFoundError)
+    assert empty.list("") == {}
+    assert any("holds no store" in told for told in ways.told)
+    ways.first.before = None
+    assert ways.objects.get("log/0") == b"record"
+
+
+def test_a_store_is_created_where_there_is_none_yet(ways: Ways) -> None:
+    ways.first.before = unreachable
+    assert ways.objects.put_if_absent("dcr.json", b"store")
+    ways.first.before = None
+    assert ways.objects.get("dcr.json") == b"store"
 
 
 def test_no_upstream_is_refused() -> None:

@@ -539,7 +539,6 @@ def test_what_each_access_passes_on(upstream: Watched, tmp_path: Path, access: s
         (f"groups/g/log/{RECORD}", ACK),
         (f"groups/h/log/{RECORD}", GROUP_RECORD),
         ("groups/g/log/00000000000000000008.json", GROUP_RECORD),
-        (f"groups/g/log/{RECORD}", GROUP_RECORD + b" "),
         ("groups/g/acks/main@3/prepared/r1.0123456789abcdef.00000000000000000005.json", b"{}"),
         ("groups/g/acks/main@3/prepared/r1.0123456789abcdef.00000000000000000005.json", GROUP_RECORD),
         ("groups/g/acks/main@3/prepared/r2.0123456789abcdef.00000000000000000005.json", ACK),
