@@ -70,6 +70,14 @@ class ObjectStore(Protocol):
         """Delete an object; one that does not exist is no error."""
 
 
+@runtime_checkable
+class Doubtable(Protocol):
+    """An object store whose answers may come out of caches on the way."""
+
+    def doubt(self, for_s: float) -> None:
+        """Ask past the caches for so many seconds, for everything whose SHA-256 is not known."""
+
+
 class Target(Protocol):
     """The bits of one state that a receiver brings up to date, by chunks of the canonical spaces.
 

@@ -64,7 +64,8 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
         SHA-256 of ``dcr.json``, with which the hash chain starts.
     """
 
-    events = "group"
+    event_prefix = "group"
+    decides_on_records = True
 
     def __init__(self, objects: ObjectStore, group: str, store_sha256: str) -> None:
         self.group = check_group(group)

@@ -69,9 +69,10 @@ class LineLog(RecordLog[LineState, Record]):
         state = checkpoints.read_checkpoint(self.objects, self.line, seq, self.store_sha256)
         return state if state is not None and self._is_last(state) else None
 
-    def _forget_checkpoint(self) -> None:
-        super()._forget_checkpoint()
+    def _forget(self) -> None:
+        super()._forget()
         self._checkpoint = None
+        self._segments.clear()
 
     def _note(self, record: Record) -> None:
         if not isinstance(record, Commit):

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from dcr_store import events
-from dcr_store.errors import DcrError, FormatError, IntegrityError, NotFoundError, OutcomeUnknownError, StorageError
+from dcr_store.errors import DcrError, FormatError, IntegrityError, NotFoundError, OutcomeUnknownError
 from dcr_store.format import canonical
 from dcr_store.objects.threads import Threads
-from dcr_store.ports import ObjectStore
+from dcr_store.ports import Doubtable, ObjectStore
 
 _N_PARALLEL: Final = 16
+_DOUBT_S: Final = 10.0  # enough for 1,024 records
 
 
 class LogRecord(Protocol):
@@ -64,8 +65,10 @@ class RecordLog(ABC, Generic[S, R]):
 
     name: str
     """Whose log it is, for messages."""
-    events: str = "log"
-    """What the points ``<events>.<kind>.before`` and ``.after`` begin with."""
+    event_prefix: str = "log"
+    """What the points ``<event_prefix>.<kind>.before`` and ``.after`` begin with."""
+    decides_on_records: bool = False
+    """Whether nothing is appended on what a log checkpoint alone says."""
 
     def __init__(self, objects: ObjectStore, store_sha256: str) -> None:
         self.objects = objects
@@ -107,40 +110,58 @@ class RecordLog(ABC, Generic[S, R]):
 
         Raises
         ------
-        IntegrityError
-            If a record is illegal, or records that the hint speaks of are gone.
+        IntegrityError, FormatError
+            If a record is illegal, damaged or of an unknown kind, or records that the hint speaks of are gone: also
+            after all records were read anew, past caches.
         """
         with self._lock:
             return self._refresh()
 
     def _refresh(self) -> S:
-        if self._opened:
-            return self._read_on(0)
-        state, at_least = self._open()
-        if state is not None:
-            self.state, self._is_derived = state, True
-        at_least = max(at_least, self.state.length)
+        at_least = self.state.length
+        if not self._opened:
+            opened, hinted = self._open()
+            at_least = max(at_least, hinted)
+            if opened is not None:
+                self.state, self._is_derived = opened, True
+                at_least = max(at_least, opened.length)
+        is_from_records = self.state.length == 0 and not isinstance(self.objects, Doubtable)
         try:
-            self._read_on(at_least)
-        except IntegrityError:
-            if not self._is_derived:
+            for state in self._following(self.state, at_least):
+                self.state = state
+        except (IntegrityError, FormatError):
+            if is_from_records:
                 raise
-            # A checkpoint is derived and may be wrong: the records alone decide.
-            self._forget_checkpoint()
-            self._read_on(at_least)
+            # What was folded before may be wrong: a checkpoint is derived, a cache may have answered with other bytes.
+            self._fold_anew(at_least, past=True)
         self._opened = True
         return self.state
 
-    def _forget_checkpoint(self) -> None:
-        self.state, self._is_derived = self._empty(), False
+    def _fold_anew(self, at_least: int, *, past: bool) -> S:
+        """Fold all records from 0, at least so many; a failure leaves the state, and opens the log anew next time."""
+        self._opened = False
+        folded = empty = self._empty()
+        for state in self._following(empty, at_least, past=past):
+            folded = state
+        self._forget()
+        self.state, self._opened = folded, True
+        return folded
 
-    def _read_on(self, at_least: int) -> S:
-        """Fold the records after the state; there have to be `at_least` in all."""
-        while self.state.length < at_least:
-            stop = min(at_least, self.state.length + 1024)
+    def _forget(self) -> None:
+        """Forget what checkpoints said."""
+        self._is_derived = False
+
+    def _following(self, state: S, at_least: int, *, past: bool = False) -> Iterator[S]:
+        """Fold the records after `state`, yielding each state; there have to be `at_least` records in all.
+
+        `past` says whether caches on the way are to be passed by.
+        """
+        while state.length < at_least:
+            stop = min(at_least, state.length + 1024)
+            self._doubt(past)
             with Threads(_N_PARALLEL) as pool:
                 for seq, data in zip(
-                    range(self.state.length, stop), pool.map(self._get, range(self.state.length, stop)), strict=True
+                    range(state.length, stop), pool.map(self._get, range(state.length, stop)), strict=True
                 ):
                     if data is None:
                         raise IntegrityError(
@@ -149,10 +170,19 @@ class RecordLog(ABC, Generic[S, R]):
                             expected=f"at least {at_least} records, as {self.name}'s hint says",
                             found=f"{seq}",
                         )
-                    self._advance(data)
-        while (data := self._get(self.state.length)) is not None:
-            self._advance(data)
-        return self.state
+                    state = self._advanced(state, data)
+                    yield state
+        self._doubt(past)
+        while (data := self._get(state.length)) is not None:
+            state = self._advanced(state, data)
+            yield state
+
+    def _advanced(self, state: S, data: bytes) -> S:
+        return self._apply(state, self._parse(data, self._key(state.length)), data)
+
+    def _doubt(self, past: bool) -> None:
+        if past and isinstance(self.objects, Doubtable):
+            self.objects.doubt(_DOUBT_S)
 
     def _get(self, seq: int) -> bytes | None:
         try:
@@ -164,9 +194,6 @@ class RecordLog(ABC, Generic[S, R]):
         """Whether the last record that a log checkpoint folds is there and the one that it says."""
         last = self._get(state.length - 1) if state.length else None
         return last is not None and canonical.sha256(last) == state.last_sha256
-
-    def _advance(self, data: bytes) -> None:
-        self.state = self._apply(self.state, self._parse(data, self._key(self.state.length)), data)
 
     def records(self) -> Iterator[tuple[R, bytes]]:
         """Iterate over all records from 0 with their bytes, folding and checking them anew.
@@ -217,6 +244,10 @@ class RecordLog(ABC, Generic[S, R]):
         # What is known is tried first: if the log has gone on, the number is taken, which costs one request.
         is_fresh = self._resolve() or not self._opened
         state = self._refresh() if is_fresh else self.state
+        if self._is_derived and self.decides_on_records:
+            # A checkpoint may be wrong where the records are right, and a record that only it allows would be the end
+            # of the log for all who have read the records.
+            state, is_fresh = self._judged_by_records(state.length), True
         while True:
             try:
                 record = decide(state)
@@ -229,14 +260,22 @@ class RecordLog(ABC, Generic[S, R]):
             key = self._key(state.length)
             # Parsed again: a record that no reader accepts would be the end of the log.
             advanced = self._apply(state, self._parse(data, key), data)
-            events.reached(f"{self.events}.{record.kind}.before", key)
+            events.reached(f"{self.event_prefix}.{record.kind}.before", key)
             # A crash just before leaves the log as it was; just after, the record stands and every reader sees it.
             if self._put(key, data):
                 self.state = advanced
-                events.reached(f"{self.events}.{record.kind}.after", key)
+                events.reached(f"{self.event_prefix}.{record.kind}.after", key)
                 self._note_quietly(record)
                 return record
             state, is_fresh = self._refresh(), True
+
+    def _judged_by_records(self, at_least: int) -> S:
+        try:
+            return self._fold_anew(at_least, past=False)
+        except (IntegrityError, FormatError):
+            if not isinstance(self.objects, Doubtable):
+                raise
+            return self._fold_anew(at_least, past=True)
 
     def _put(self, key: str, data: bytes) -> bool:
         try:
@@ -258,5 +297,5 @@ class RecordLog(ABC, Generic[S, R]):
         """Write hint and checkpoint. They only save time, so a failing backend is no error here."""
         try:
             self._note(record)
-        except (StorageError, FormatError):
-            events.reached(f"{self.events}.hint.failed", self.name)
+        except DcrError:
+            events.reached(f"{self.event_prefix}.hint.failed", self.name)

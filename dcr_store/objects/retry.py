@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from dcr_store.errors import NotFoundError, OutcomeUnknownError, StorageError
+from dcr_store.errors import IntegrityError, NotFoundError, OutcomeUnknownError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -150,7 +150,7 @@ def resolving(
     ------
     OutcomeUnknownError
         The deadline passed after a try that may have taken effect.
-    StorageError
+    StorageError, IntegrityError
         No try can have taken effect, and the backend is unreachable or refuses.
     """
     backoff = Backoff(policy)
@@ -166,7 +166,7 @@ def resolving(
         except TransientError as error:
             unknown |= error.sent
             last = error
-        except StorageError as error:
+        except (StorageError, IntegrityError) as error:
             if not unknown:
                 raise
             last = error

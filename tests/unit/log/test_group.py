@@ -250,6 +250,48 @@ class TestCheckpoint:
         objects.put(group_checkpoint_key("eu"), canonical.seal_body(body))
         assert opened(objects).refresh() == log.state
 
+    def without_b(self, log: GroupLog) -> None:
+        """Leave a checkpoint, whole by its own SHA-256, that fits the last record and leaves member b out."""
+        body = log.state.to_json(STORE_SHA256)
+        body["members"] = [item for item in body["members"] if item["name"] == "a"]
+        log.objects.put(group_checkpoint_key("eu"), canonical.seal_body(body))
+
+    def test_nothing_is_decided_on_one(self, objects: Watched, log: GroupLog) -> None:
+        """A promotion that only a wrong checkpoint allows would be the end of the log for all who read the records."""
+        proposed = log.propose(version(0)).proposed
+        assert proposed is not None
+        acks = acknowledge(log, "prepared", "a")
+        self.without_b(log)
+        deceived = opened(objects)
+        assert list(deceived.refresh().members) == ["a"]
+        with pytest.raises(ConflictError, match="it waits for b"):
+            deceived.promote(proposed, acks)
+        assert deceived.state == log.refresh()
+        assert [record.kind for record, _ in log.records()][-1] == "propose"
+
+    def test_what_it_alone_says_is_done_already_is_done(self, objects: Watched, log: GroupLog) -> None:
+        log.propose(version(0))
+        body = {**log.state.to_json(STORE_SHA256), "expected": ["a", "b", "c"]}
+        objects.put(group_checkpoint_key("eu"), canonical.seal_body(body))
+        assert opened(objects).admit("c").expected == ("a", "b", "c")
+        assert log.refresh().expected == ("a", "b", "c")
+
+    def test_the_records_are_read_once_for_all_decisions(self, objects: Watched, log: GroupLog) -> None:
+        promote(log, 0)
+        other = opened(objects)
+        other.propose(version(1))
+        objects.requests.clear()
+        other.withdraw("why")
+        assert objects.requests == [("put_if_absent", group_record_key("eu", 6))]
+
+    def test_a_wrong_one_is_given_up_by_who_opened_with_it_before(self, objects: Watched, log: GroupLog) -> None:
+        log.propose(version(0))
+        self.without_b(log)
+        deceived = opened(objects)
+        deceived.refresh()
+        log.promote(log.state.proposed, acknowledge(log))  # type: ignore[arg-type]
+        assert deceived.refresh() == log.state
+
     def test_lost_records_are_noticed(self, objects: Watched, log: GroupLog) -> None:
         promote(log, 0)
         objects.delete(group_record_key("eu", log.state.length - 1))

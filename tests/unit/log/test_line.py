@@ -10,13 +10,22 @@ import pytest
 from log_records import STORE_SHA256, Writer, abort, begin, commit, digits, empty, resume
 from watched import Watched
 
-from dcr_store.errors import ConflictError, FormatError, IntegrityError, OutcomeUnknownError, StorageError
+from dcr_store.errors import (
+    ConflictError,
+    DcrError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    OutcomeUnknownError,
+    StorageError,
+)
 from dcr_store.format.names import checkpoint_key, hint_key, new_txid, record_key
 from dcr_store.format.records import Begin, Record
 from dcr_store.log import line as line_module
 from dcr_store.log.fold import LineState
 from dcr_store.log.line import LineLog
 from dcr_store.objects.open import open_objects
+from dcr_store.ports import ObjectStore
 
 
 @pytest.fixture
@@ -304,6 +313,19 @@ class TestHintAndCheckpoint:
         objects.before = None
         assert opened(objects).refresh().length == 18
 
+    @pytest.mark.parametrize("error", [StorageError, IntegrityError, NotFoundError, ConflictError])
+    def test_whatever_becomes_of_them_the_record_stands(self, objects: Watched, error: type[DcrError]) -> None:
+        """A relay that answers 502 to the hint must not make a commit seem to have failed."""
+
+        def fail(method: str, key: str) -> None:
+            if method == "put":
+                raise error("refused", key=key)
+
+        log = opened(objects)
+        objects.before = fail
+        publish(log, 8)
+        assert opened(objects).refresh() == log.state
+
     def test_opening_takes_a_handful_of_requests(self, objects: Watched) -> None:
         log = opened(objects)
         publish(log, 16)
@@ -442,6 +464,95 @@ class TestHintAndCheckpoint:
         write_hint(objects, LineState("main", 10**15, "0" * 64), None)
         with pytest.raises(IntegrityError, match="at least 1000000000000000 records"):
             opened(objects).refresh()
+
+
+class Cached(Watched):
+    """Gives wrong records until it is asked past its cache."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self.wrong: dict[str, bytes] = {}
+        self.doubts: list[float] = []
+
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, sha256: str | None = None) -> bytes:
+        return self.wrong[key] if key in self.wrong else super().get(key, start, stop, sha256=sha256)
+
+    def doubt(self, for_s: float) -> None:
+        self.doubts.append(for_s)
+        self.wrong.clear()
+
+
+class TestWrongAnswers:
+    """A cache, or a backend, once said something else than the record that stands."""
+
+    @pytest.fixture
+    def objects(self) -> Cached:
+        return Cached(open_objects(f"memory://{secrets.token_hex(8)}/store"))
+
+    def other(self, n: int) -> bytes:
+        """Return record `n`, a begin, of another history."""
+        writer = Writer(Watched(open_objects(f"memory://{secrets.token_hex(8)}/store")))
+        writer.versions(n // 2)
+        return begin(writer.state, owner="somebody else").to_bytes()
+
+    @pytest.mark.parametrize("n", [0, 4])
+    def test_a_wrong_last_record_is_not_kept(self, objects: Cached, n: int) -> None:
+        """It is legal where it stands: what comes after it shows that it is wrong."""
+        writer = Writer(objects.inner)
+        writer.versions(n // 2)
+        writer.put(begin(writer.state))
+        objects.wrong[record_key("main", n)] = self.other(n)
+        log = opened(objects)
+        assert log.refresh().last_sha256 != writer.state.last_sha256
+        if n:  # by a backend, once; else by a cache
+            objects.wrong.clear()
+        writer.put(commit(writer.state))
+        assert log.refresh() == writer.state
+        assert (log.rows(), len(objects.doubts)) == (list(writer.state.rows), 2)
+
+    @pytest.mark.parametrize("data", [b"damaged", b"", b'{"format":"dcr-log"}'])
+    @pytest.mark.parametrize("seq", [0, 3, 5])
+    def test_a_damaged_answer_is_asked_for_again(self, objects: Cached, seq: int, data: bytes) -> None:
+        writer = Writer(objects.inner)
+        writer.versions(3)
+        objects.wrong[record_key("main", seq)] = data
+        log = opened(objects)
+        assert log.refresh() == writer.state
+        requests = len(objects.requests)
+        log.refresh()
+        assert len(objects.requests) == requests + 1
+
+    def test_a_record_said_to_be_missing_is_asked_for_again(self, objects: Cached) -> None:
+        log = opened(Watched(objects.inner))
+        publish(log, 3)
+
+        def forget(method: str, key: str) -> None:
+            if key == record_key("main", 5) and not objects.doubts:
+                raise NotFoundError("not yet", key=key)
+
+        objects.before = forget
+        assert opened(objects).refresh() == log.state
+
+    def test_a_log_that_is_wrong_indeed_leaves_the_state(self, objects: Cached) -> None:
+        """Whatever was folded stays readable, and the next refresh tries again."""
+        log = opened(objects)
+        publish(log, 9)
+        reader = opened(objects)
+        state = reader.refresh()
+        key = record_key("main", 3)
+        right = objects.get(key)
+        objects.put(key, b"damaged")
+        objects.put(record_key("main", 18), b"damaged too")
+        for _ in range(2):
+            with pytest.raises(FormatError) as caught:
+                reader.refresh()
+            assert caught.value.key == key
+            assert reader.state == state
+        objects.delete(record_key("main", 18))
+        publish(log, 1)
+        assert reader.refresh().length == 20, "from where it was: what is before its checkpoint is not read"
+        objects.put(key, right)
+        assert opened(objects).refresh() == reader.state
 
 
 N = 10_000
