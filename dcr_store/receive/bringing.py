@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from dcr_store.errors import InvalidInputError
+from dcr_store.errors import InvalidInputError, StorageError
 from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.receive.memory_bringer import StateDictBringer
 from dcr_store.receive.pull import held, pull
@@ -20,6 +20,10 @@ from dcr_store.targets.paths import local_path
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.prefetch import Fetch
 from dcr_store.versions.replay import Outcome
+
+
+class NoRoomError(StorageError):
+    """A disk has not enough room to bring a target further; nothing was brought on the way."""
 
 
 @runtime_checkable
@@ -45,6 +49,8 @@ class Bringer(Protocol):
 
         Raises
         ------
+        NoRoomError
+            If that can be tried again at once when there is more room.
         DcrError
             If that fails; a later call may succeed.
         """

@@ -24,6 +24,7 @@ from dcr_store.format.documents import SPACES
 from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.layout.dtypes import width
 from dcr_store.receive import leftovers, side_files, structure
+from dcr_store.receive.bringing import NoRoomError
 from dcr_store.receive.structure import Structure
 from dcr_store.targets.checkpoint import open_checkpoint
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
@@ -104,7 +105,7 @@ def build(
 
     Raises
     ------
-    StorageError
+    NoRoomError
         If the disk has not enough room; says how much is needed and how much there is.
     IntegrityError
         If the store is damaged.
@@ -291,7 +292,7 @@ def _check_room(nbytes_needed: int, place: Path) -> None:
     free = status.f_bavail * status.f_frsize
     events.reached("copy.room", f"{nbytes_needed} of {free} free bytes")
     if nbytes_needed > free:
-        raise StorageError(
+        raise NoRoomError(
             "the disk has not enough room for one more version beside the others; free some, keep fewer versions, or "
             "use a file system that shares blocks (XFS, Btrfs)",
             key=str(place),

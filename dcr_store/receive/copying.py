@@ -174,7 +174,7 @@ def pull_copy(
         If the directory holds a checkpoint, has a ``current`` of somebody else, follows another store, or is in one.
     ConflictError
         If another process is bringing the directory further.
-    StorageError
+    NoRoomError
         If the disk has not enough room; nothing was copied.
     IntegrityError
         If the store is damaged; names the key. What is current stays so.

@@ -14,7 +14,7 @@ from dcr_store.format import canonical
 from dcr_store.format.documents import StoreDocument
 from dcr_store.format.names import STORE_KEY, record_key
 from dcr_store.ports import ObjectStore
-from dcr_store.receive.bringing import Bringer
+from dcr_store.receive.bringing import Bringer, NoRoomError
 from dcr_store.receive.preparing import Preparation, prepare
 from dcr_store.receive.results import Active, Applied, Prepared
 from dcr_store.receive.spool import Spool, Tag
@@ -22,6 +22,7 @@ from dcr_store.receive.spooled import SpooledObjects
 from dcr_store.receive.streaming import Seen, Streaming
 from dcr_store.receive.transfers import Transfers
 from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.replay import Outcome
 
 
 class StoreReplacedError(IntegrityError):
@@ -219,7 +220,7 @@ class Keeper:
         self._knows_held = False
         events.reached("receiver.apply.before", goal.name)
         try:
-            outcome = self._bringer.bring(self.catalog, goal, self._transfers.read)
+            outcome = self._brought(goal)
         except (IntegrityError, FormatError) as error:
             self._go_back(base, error)
             raise
@@ -242,6 +243,16 @@ class Keeper:
             outcome.chunks_healed,
             round(time.perf_counter() - started, 6),
         )
+
+    def _brought(self, goal: Located) -> Outcome:
+        """Bring the target further; where a disk has no room for that, it gets what the spool can spare."""
+        try:
+            return self._bringer.bring(self.catalog, goal, self._transfers.read)
+        except NoRoomError as error:
+            if not self._transfers.spool.spare():
+                raise
+            events.reached("receiver.spared", str(error))
+        return self._bringer.bring(self.catalog, goal, self._transfers.read)
 
     def _moved(self) -> tuple[int, int]:
         """Return the bytes taken from the spool and those fetched, without what is fetched ahead of any commit."""

@@ -103,6 +103,18 @@ class Spool:
         """Say what must not make room for anything else from now on, instead of what was said before."""
         self._needed = frozenset(ref.sha256 for ref in refs)
 
+    def spare(self) -> int:
+        """Remove all that is not needed, so that the disk has room for something else; return how many bytes."""
+        spared = 0
+        with self._lock, contextlib.suppress(OSError):
+            for file in list(self._files()):
+                if file.sha256 not in self._needed:
+                    self._unlink(file.name)
+                    self._seen.pop(file.sha256, None)
+                    events.reached("spool.evicted", file.name)
+                    spared += file.nbytes
+        return spared
+
     # ------------------------------------------------------------------ reading
 
     def has(self, ref: ObjectRef, tag: Tag | None = None) -> bool:
