@@ -1,16 +1,16 @@
 """The asyncio twin of a receiver: the same calls, run in a thread of their own so that the event loop goes on.
 
-A call that is cancelled has not happened in part: a transfer is dropped, what is being applied is finished first.
+A call that is cancelled is finished first, and its result dropped; ``follow`` ends as after ``stop``.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
 
+from dcr_store.objects.threads import Threads
 from dcr_store.receive.following import OnApplied, OnApplying, OnFailure, OnPrepared, OnServing
 from dcr_store.receive.receiver import Receiver
 from dcr_store.receive.results import Active, Applied, Polled, Prepared
@@ -23,7 +23,7 @@ class AsyncReceiver:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._pool = ThreadPoolExecutor(1, "dcr-receiver")
+        self._pool = Threads(1, "dcr-receiver")
 
     async def poll(self) -> Polled:
         """See ``Receiver.poll``."""

@@ -1,7 +1,8 @@
-"""Tells engines and commands what a receiver is about to hold, and what it holds; none of them can hold it up for good.
+"""Tells engines and commands what a receiver is about to hold, and what it holds.
 
-Each is told within a time. Who could not be told of a version that is held is told again with the receiver's next try,
-alone, until it has taken this version or a newer one is held.
+Each is told within a time. In a group, a version is not said to be applied, and so holds up the group, until all who
+are told of it have taken it. Who could not be told of a version that is held is told again with the receiver's next
+try, alone, until it has taken this version or a newer one is held.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from dcr_store import events
-from dcr_store.errors import DcrError, FormatError, IntegrityError, NotFoundError
+from dcr_store.errors import DcrError, FormatError, IntegrityError, NotFoundError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import StoreDocument
 from dcr_store.format.names import STORE_KEY, record_key
@@ -89,7 +89,12 @@ class Keeper:
             Whether a target that is found to hold a version may serve it.
         """
         self._log.refresh()
-        seen = self._streaming.look()
+        try:
+            seen = self._streaming.look()
+        except DcrError as error:
+            # What is not committed is only fetched ahead: no committed version waits for it.
+            events.reached("stream.failed", str(error))
+            seen = None
         if not self._knows_held:
             self._find_held()
         if serves:
@@ -126,7 +131,7 @@ class Keeper:
         return self._transfers.spool.nbytes()
 
     def check_store(self) -> None:
-        """Raise ``StoreReplacedError`` if the store is another one by now, or lacks what the log said before."""
+        """Raise ``StoreReplacedError`` if the store is another one by now; ``StorageError`` if it is not there."""
         last = self._log.state.length - 1
         expected = {STORE_KEY: self._store_sha256}
         if last >= 0:
@@ -134,8 +139,11 @@ class Keeper:
         for key, sha256 in expected.items():
             try:
                 found = canonical.sha256(self._objects.get(key))
-            except NotFoundError:
-                found = "nothing"
+            except NotFoundError as error:
+                # Not mounted just now, or behind a proxy that does not reach it.
+                raise StorageError(
+                    "the store, or the end of its log, is not where it was; it is waited for", key=key
+                ) from error
             if found != sha256:
                 raise StoreReplacedError(
                     "the store was replaced, or set back to an earlier state, while it was followed; see which one it "

@@ -297,7 +297,12 @@ def _spool_place(bringer: Bringer, given: str | os.PathLike[str] | None) -> tupl
     place = getattr(bringer, "spool_directory", None) if given is None else local_path(given, "spool")
     if place is not None:
         refuse_inside_store(place, "the spool")
-        return Path(os.path.realpath(place)), lambda: None
+        place = Path(os.path.realpath(place))
+        if place.exists() and not place.is_dir():
+            raise InvalidInputError(
+                "cannot be a spool; name another place", key=str(place), expected="a directory", found="something else"
+            )
+        return place, lambda: None
     try:
         directory, descriptor = make_locked("dcr-spool-")
     except OSError as error:

@@ -203,7 +203,7 @@ class Spool:
             for file in sorted(spare, key=lambda file: file.used_ns):
                 if missing <= 0:
                     break
-                self._unlink(file.name)
+                self._drop(file)
                 events.reached("spool.evicted", file.name)
                 missing, total = missing - file.nbytes, total - file.nbytes
         self._counted_nbytes, self._put_nbytes = total, nbytes if is_possible else 0
@@ -244,6 +244,12 @@ class Spool:
         with contextlib.suppress(OSError):
             (self.directory / name).unlink(missing_ok=True)
 
+    def _drop(self, file: _File) -> None:
+        self._unlink(file.name)
+        seen = self._seen.get(file.sha256)
+        if seen is not None and seen.name == file.name:
+            self._seen.pop(file.sha256, None)
+
     # ------------------------------------------------------------------ transactions
 
     def settle(self, family: str, judge: Callable[[int, str], Verdict]) -> None:
@@ -252,23 +258,31 @@ class Spool:
         Parameters
         ----------
         judge : callable
-            Tells what became of the transaction with this version and txid.
+            Tells what became of the transaction with this version and txid; called after the files were listed, once
+            for each. A directory that cannot be listed is left as it is.
         """
+        try:
+            files = list(self._files())
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            events.reached("spool.failed", f"{self.directory}: {error.strerror}")
+            return
         verdicts: dict[Tag, Verdict] = {}
-        with contextlib.suppress(FileNotFoundError):
-            for file in list(self._files()):
-                if file.tag is None or file.tag.family != family:
-                    continue
-                verdict = verdicts.setdefault(file.tag, judge(file.tag.version, file.tag.txid))
-                if verdict == "aborted":
-                    self._unlink(file.name)
-                    events.reached("spool.dropped", file.name)
-                elif verdict == "committed":
-                    # Whether the version has it, or another one that its writer stored later, its seals tell.
-                    with contextlib.suppress(OSError):
-                        (self.directory / file.name).rename(self.directory / file.sha256)
-                        if file.sha256 in self._seen:
-                            self._seen[file.sha256] = replace(self._seen[file.sha256], name=file.sha256)
+        for file in files:
+            if file.tag is None or file.tag.family != family:
+                continue
+            if file.tag not in verdicts:
+                verdicts[file.tag] = judge(file.tag.version, file.tag.txid)
+            if verdicts[file.tag] == "aborted":
+                self._drop(file)
+                events.reached("spool.dropped", file.name)
+            elif verdicts[file.tag] == "committed":
+                # Whether the version has it, or another one that its writer stored later, its seals tell.
+                with contextlib.suppress(OSError):
+                    (self.directory / file.name).rename(self.directory / file.sha256)
+                    if file.sha256 in self._seen:
+                        self._seen[file.sha256] = replace(self._seen[file.sha256], name=file.sha256)
 
     def nbytes(self) -> int:
         """Return the bytes of all files that are whole."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dcr_store import events
-from dcr_store.errors import FormatError, NotFoundError, StorageError
+from dcr_store.errors import DcrError, FormatError, StorageError
 from dcr_store.format.documents import JournalEntry, ObjectRef
 from dcr_store.format.names import TransactionKeys, version_name
 from dcr_store.log.fold import OpenTransaction
@@ -22,6 +22,7 @@ from dcr_store.receive.spool import Tag, Verdict
 from dcr_store.receive.transfers import Transfers
 
 _ENTRY: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,127})\.([0-9a-f]{16})\.([0-9]{6,})\.json")
+_ENTRY_NBYTES: Final = 64 << 20  # an entry names partitions, a few hundred bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Streaming:
         self._log, self._transfers, self._family = log, transfers, family
         self._txid: str | None = None
         self._settled: tuple[str | None, int] | None = None
+        self._ended: set[str] = set()
         self._ending: list[Future[bool]] = []
         self._read: set[str] = set()
         self._places: dict[tuple[str, str, int], _Journaled] = {}
@@ -91,7 +93,9 @@ class Streaming:
             return None
         keys = TransactionKeys(self._log.line, pending.version, pending.txid)
         prefix = f"{keys.prefix}journal/"
-        new = [key for key in self._transfers.objects.list(prefix) if key not in self._read]
+        listed = self._transfers.objects.list(prefix)
+        new = [key for key, nbytes in listed.items() if self._is_to_be_read(key.removeprefix(prefix), nbytes, pending)]
+        new = [key for key in new if key not in self._read]
         tag = Tag(self._family, pending.version, pending.txid)
         read = zip(new, map_bounded(self._entry, new), strict=True)
         named = [entry for key, entry in read if entry and self._is_of(entry, key.removeprefix(prefix), pending)]
@@ -99,7 +103,8 @@ class Streaming:
             self._take(entry, keys, tag)
         places = self._places.values()
         for item in places:
-            if item.future.done() and not item.future.cancelled() and isinstance(item.future.exception(), StorageError):
+            # Cancelled by a preparation that it was a part of, and that was given up.
+            if item.future.cancelled() or (item.future.done() and isinstance(item.future.exception(), StorageError)):
                 item.future = self._transfers.want(item.ref, tag)
         spooled = [item.ref.nbytes for item in places if item.is_spooled]
         return Seen(
@@ -116,28 +121,39 @@ class Streaming:
         """Adopt or drop what was spooled for transactions that have ended, if one has since the last look."""
         txid = None if pending is None else pending.txid
         if self._txid != txid:
-            self._ending = [item.future for item in self._places.values() if not item.future.cancel()]
+            dropped = self._transfers.drop_ahead
+            self._ending = [item.future for item in self._places.values() if not dropped(item.ref, item.future)]
+            if self._txid is not None:
+                self._ended.add(self._txid)
             self._txid = txid
             self._read.clear()
             self._places.clear()
-        now = (txid, self._log.state.next_version)
-        if self._settled != now or self._ending:
+        if self._settled != self._standing() or self._ending:
             # What was under way when its transaction ended comes to lie there later.
             self._ending = [future for future in self._ending if not future.done()]
             self._transfers.spool.settle(self._family, self._judge)
-            self._settled = now
+            self._settled = self._standing()
+
+    def _standing(self) -> tuple[str | None, int]:
+        state = self._log.state
+        return (None if state.open is None else state.open.txid, state.next_version)
 
     def _judge(self, version: int, txid: str) -> Verdict:
-        pending, row = self._log.state.open, self._log.row(version)
-        if pending is not None and pending.txid == txid:
+        state = self._log.state
+        if version >= state.next_version and not _is_open(state.open, txid) and txid not in self._ended:
+            # Another process that shares the spool may have read on: what it has spooled, it has read of before.
+            state = self._log.refresh()
+        if _is_open(state.open, txid):
             return "open"
+        row = self._log.row(version)
         return "committed" if row is not None and row.txid == txid else "aborted"
 
     def _entry(self, key: str) -> JournalEntry | None:
-        """Return a journal entry, once; None if it is not to be read, or not there yet."""
+        """Return a journal entry, once; None if it is no entry, or cannot be had yet."""
         try:
             data = self._transfers.objects.get(key)
-        except NotFoundError:
+        except DcrError as error:
+            events.reached("stream.unreadable", str(error))
             return None
         self._read.add(key)
         try:
@@ -145,6 +161,10 @@ class Streaming:
         except FormatError as error:
             events.reached("stream.unreadable", str(error))
             return None
+
+    def _is_to_be_read(self, name: str, nbytes: int, pending: OpenTransaction) -> bool:
+        match = _ENTRY.fullmatch(name)
+        return match is not None and match[1] in pending.writers and nbytes <= _ENTRY_NBYTES
 
     def _is_of(self, entry: JournalEntry, name: str, pending: OpenTransaction) -> bool:
         """Whether an entry says the same as its key, and is of a writer of this transaction."""
@@ -170,3 +190,7 @@ class Streaming:
             )
             events.reached("stream.journaled", ref.key)
             self._places[place] = _Journaled(entry.attempt, ref, self._transfers.want(ref, tag))
+
+
+def _is_open(pending: OpenTransaction | None, txid: str) -> bool:
+    return pending is not None and pending.txid == txid

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +15,7 @@ from typing import Final
 from dcr_store import events
 from dcr_store.errors import DcrError
 from dcr_store.format.documents import ObjectRef
+from dcr_store.objects.threads import Threads
 from dcr_store.payload.version import SealedPartition, fetch
 from dcr_store.ports import ObjectStore
 from dcr_store.receive.spool import Spool, Tag
@@ -60,8 +61,8 @@ class Transfers:
         self._flying: dict[str, _Flying] = {}
         self._in_flight_nbytes = 0
         self._changed = threading.Condition()
-        self._needed = ThreadPoolExecutor(_N_FETCHERS, "dcr-fetch")
-        self._ahead = ThreadPoolExecutor(_N_AHEAD, "dcr-ahead")
+        self._needed = Threads(_N_FETCHERS, "dcr-fetch")
+        self._ahead = Threads(_N_AHEAD, "dcr-ahead")
 
     def want(self, ref: ObjectRef, tag: Tag | None = None) -> Future[bool]:
         """Have an object in the spool.
@@ -89,6 +90,19 @@ class Transfers:
         future.add_done_callback(lambda done: self._land(ref.sha256, done))
         return future
 
+    def drop_ahead(self, ref: ObjectRef, future: Future[bool]) -> bool:
+        """Drop what was asked for with a tag, as far as it has not begun and nobody is known to need it.
+
+        Returns
+        -------
+        bool
+            Whether nothing of it will come to lie in the spool any more.
+        """
+        with self._changed:
+            flying = self._flying.get(ref.sha256)
+            is_needed = flying is not None and flying.future is future and flying.is_needed
+            return not is_needed and future.cancel()
+
     def _land(self, sha256: str, future: Future[bool]) -> None:
         with self._changed:
             flying = self._flying.get(sha256)
@@ -103,9 +117,10 @@ class Transfers:
         slot = self.spool.reserve(ref, tag)
         if slot is None:
             if tag is None:
-                self._fetch(ref, None)
+                with self._admitted(ref.nbytes):
+                    self._fetch(ref, None)
             return False
-        with slot:
+        with slot, self._admitted(ref.nbytes):
             return slot.write(self._fetch(ref, tag))
 
     def read(self, item: SealedPartition) -> bytes:
@@ -128,13 +143,13 @@ class Transfers:
             with self._changed:
                 self.counts.spooled += len(data)
             return data
-        return self._fetch(item.ref, None)
+        with self._admitted(item.ref.nbytes):
+            return self._fetch(item.ref, None)
 
     def _fetch(self, ref: ObjectRef, tag: Tag | None) -> bytes:
-        with self._admitted(ref.nbytes):
-            events.reached("transfer.before", ref.key)
-            data = fetch(self.objects, ref)
-            events.reached("transfer.fetched", ref.key)
+        events.reached("transfer.before", ref.key)
+        data = fetch(self.objects, ref)
+        events.reached("transfer.fetched", ref.key)
         with self._changed:
             self.counts.fetched += len(data)
             self.counts.ahead += len(data) if tag is not None else 0

@@ -18,16 +18,19 @@ from watched import Watched
 
 import dcr_store
 from dcr_store.errors import ConflictError, DcrError, IntegrityError, InvalidInputError, NotFoundError, StorageError
-from dcr_store.format.documents import JournalEntry
+from dcr_store.format.documents import JournalEntry, ObjectRef
 from dcr_store.objects.open import open_objects
 from dcr_store.payload.version import fetch
 from dcr_store.publish import partitions
 from dcr_store.publish.opening import LIVE
 from dcr_store.publish.transaction import Transaction
-from dcr_store.receive import following, pacing
+from dcr_store.receive import following, pacing, streaming
 from dcr_store.receive.bringing import DirectoryBringer
 from dcr_store.receive.receiver import Receiver
 from dcr_store.receive.results import Active, Applied, Prepared
+from dcr_store.receive.spool import Spool, Tag
+from dcr_store.receive.streaming import Streaming
+from dcr_store.receive.transfers import Transfers
 from dcr_store.store import Store
 from dcr_store.targets.marker import Marker, lock, read_marker
 from dcr_store.versions.catalog import Catalog, Located
@@ -197,6 +200,9 @@ def test_what_may_not_be_asked(store: Store, tmp_path: Path) -> None:
     with store.begin("other") as transaction:
         transaction.write("w", np.zeros(4, np.int8))
     with store.receiver(tmp_path / "target") as receiver:
+        (tmp_path / "file").write_bytes(b"a file")
+        with pytest.raises(InvalidInputError, match="cannot be a spool"):
+            store.receiver(tmp_path / "other", spool=tmp_path / "file")
         with pytest.raises(InvalidInputError, match="nothing is prepared"):
             receiver.apply()
         with pytest.raises(NotFoundError, match="no such version"):
@@ -405,6 +411,63 @@ def test_a_journal_that_lies_is_not_believed(store: Store, tmp_path: Path) -> No
         receiver.prepare("main@1")
         receiver.apply()
         assert holds(tmp_path / "target", 1)
+
+
+def test_a_journal_that_cannot_be_read_keeps_no_version_from_being_applied(
+    store: Store, follower: Store, watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(store, 0)
+    broken: list[str] = []
+
+    def refuse(method: str, key: str) -> None:
+        if any(part in key for part in broken):
+            raise StorageError("cannot be read", key=key)
+
+    watched.before = refuse
+    transaction = store.begin()
+    write(transaction, 1, range(2))
+    objects, prefix = store._objects, f"versions/main/{1:012d}-{transaction.txid}/journal/"
+    keys = sorted(objects.list(prefix))
+    stranger = f"{prefix}stranger.0123456789abcdef.000000.json"
+    objects.put(stranger, b"{}")
+    objects.put(keys[1][: -len("000000.json")] + "999999.json", b" " * 100_000)
+    monkeypatch.setattr(streaming, "_ENTRY_NBYTES", 99_999)
+    broken.append(keys[0])
+    with follower.receiver(tmp_path / "target") as receiver:
+        assert receiver.follow(once=True) is not None
+        assert holds(tmp_path / "target", 0)
+        wait_until_spooled(receiver, 3)
+        assert not watched.count("get", "stranger")
+        assert not watched.count("get", "999999")
+        broken.append("/journal/")
+        assert receiver.poll().open is None
+        broken.clear()
+        wait_until_spooled(receiver, 4)
+        transaction.abort()
+
+
+def test_a_spool_may_know_of_transactions_that_this_process_has_not_read_of(store: Store, tmp_path: Path) -> None:
+    """Two receivers share one: what the other one has spooled meanwhile is no aborted transaction's."""
+    spool = Spool(tmp_path / "spool")
+    ref, data = ObjectRef.of("x", b"x" * 100), b"x" * 100
+    commit(store, 0)
+    catalog = Catalog(store._objects, store._document, store._catalog.store_sha256)
+    log, family = catalog.log("main"), Tag.family_of(store._document.store_id, "main")
+    transfers = Transfers(store._objects, spool)
+    log.refresh()
+    transaction = store.begin()
+    slot = spool.reserve(ref, Tag(family, 1, transaction.txid))
+    assert slot is not None
+    with slot:
+        assert slot.write(data)
+    found = Streaming(log, transfers, family)
+    found.look()
+    assert len(list(spool.directory.iterdir())) == 1
+    transaction.abort()
+    log.refresh()
+    found.look()
+    assert list(spool.directory.iterdir()) == []
+    transfers.close()
 
 
 # ------------------------------------------------------------------ follow
@@ -706,6 +769,34 @@ def test_a_store_that_is_replaced_is_noticed(
         assert result[0].key == "dcr.json"
         assert "replaced" in str(result[0])
         assert holds(tmp_path / "target", 0)
+
+
+def test_a_store_that_is_away_for_a_while_is_waited_for(
+    store: Store, follower: Store, watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unmounted directory has nothing in it, and is not another store."""
+    commit(store, 0)
+    monkeypatch.setattr(following, "CHECK_INTERVAL_S", 0.1)
+    failures: list[DcrError] = []
+    with follower.receiver(tmp_path / "target") as receiver:
+        thread, result = follow_in_thread(
+            receiver, until="main@1", on_failure=lambda error, wait_s: failures.append(error)
+        )
+        deadline = time.monotonic() + 20
+        while receiver.active() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        there = watched.inner
+        watched.inner = open_objects(f"memory://{secrets.token_hex(8)}")
+        while not failures:
+            assert time.monotonic() < deadline, result
+            time.sleep(0.01)
+        assert failures[0].key == "dcr.json"
+        watched.inner = there
+        commit(store, 1)
+        thread.join(20)
+        assert isinstance(result[0], Applied), result
+        assert holds(tmp_path / "target", 1)
 
 
 def test_hooks_that_fail(store: Store, tmp_path: Path) -> None:

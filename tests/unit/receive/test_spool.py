@@ -21,7 +21,8 @@ from dcr_store.errors import IntegrityError, StorageError
 from dcr_store.format.documents import Array, ObjectRef, Partition
 from dcr_store.objects.open import open_objects
 from dcr_store.payload.version import SealedPartition
-from dcr_store.receive.spool import Spool, Tag
+from dcr_store.receive import transfers as transfers_module
+from dcr_store.receive.spool import Slot, Spool, Tag
 from dcr_store.receive.transfers import Transfers
 
 FAMILY = Tag.family_of("0" * 32, "main")
@@ -160,6 +161,31 @@ def test_what_becomes_of_an_open_transaction_is_done_to_its_files(spool: Spool) 
     assert not spool.has(blob(2)[0], tags[2])
 
 
+def test_what_goes_is_forgotten(spool: Spool) -> None:
+    for number in range(100):
+        assert keep(spool, number)
+    assert len(spool._seen) == len(list(spool.directory.iterdir())) <= 4
+    assert keep(spool, 100, TAG)
+    spool.settle(FAMILY, lambda version, txid: "aborted")
+    assert blob(100)[0].sha256 not in spool._seen
+
+
+def test_a_spool_that_cannot_be_listed_is_left_as_it_is(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keep(spool, 0, TAG)
+
+    def refuse(path: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    spool.settle(FAMILY, lambda version, txid: "aborted")
+    monkeypatch.undo()
+    assert kept(spool, range(1), TAG) == [0]
+    shutil.rmtree(spool.directory)
+    spool.directory.write_bytes(b"a file")
+    spool.settle(FAMILY, lambda version, txid: "aborted")
+    assert spool.directory.read_bytes() == b"a file"
+
+
 def test_a_full_disk_is_no_error(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> int:
         raise OSError(28, "No space left on device")
@@ -273,6 +299,51 @@ def test_what_is_needed_overtakes_what_may_be_needed(spool: Spool, objects: Watc
     assert needed.result()
     assert all(future.result() for future in ahead[:39])
     assert objects.count("get") == 40
+    transfers.close()
+
+
+def test_what_is_needed_is_not_dropped_with_its_transaction(spool: Spool, objects: Watched) -> None:
+    """One transfer serves both: the end of a transaction that stored the same bytes does not take it away."""
+    for number in range(12):
+        ref, data = blob(number, 100)
+        objects.inner.put(ref.key, data)
+    gate = threading.Event()
+    objects.before = lambda method, key: gate.wait(10) and None
+    transfers = Transfers(objects, spool)
+    needed = [transfers.want(blob(number, 100)[0]) for number in range(10)]
+    last, alone = blob(9, 100)[0], blob(11, 100)[0]
+    shared = transfers.want(last, TAG)
+    assert not transfers.drop_ahead(last, shared)
+    for number in range(20, 24):
+        transfers.want(blob(number, 100)[0], TAG)
+    assert transfers.drop_ahead(alone, transfers.want(alone, TAG)), "nobody needs it, and it has not begun"
+    gate.set()
+    assert all(future.result(10) for future in needed)
+    transfers.close()
+
+
+def test_bytes_are_in_flight_until_they_are_written(
+    spool: Spool, objects: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk slower than the network does not fill the memory."""
+    monkeypatch.setattr(transfers_module, "IN_FLIGHT_NBYTES", 1000)
+    for number in range(3):
+        ref, data = blob(number)
+        objects.inner.put(ref.key, data)
+    gate, write = threading.Event(), Slot.write
+
+    def slowly(slot: Slot, data: bytes) -> bool:
+        gate.wait(10)
+        return write(slot, data)
+
+    monkeypatch.setattr(Slot, "write", slowly)
+    transfers = Transfers(objects, spool)
+    futures = [transfers.want(blob(number)[0]) for number in range(3)]
+    wait_until(lambda: objects.count("get") == 1)
+    time.sleep(0.1)
+    assert objects.count("get") == 1
+    gate.set()
+    assert all(future.result(10) for future in futures)
     transfers.close()
 
 
