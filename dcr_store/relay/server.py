@@ -8,13 +8,14 @@ token to anybody.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import hmac
 import json
 import re
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, Final
 
@@ -39,7 +40,9 @@ from dcr_store.relay.flights import Flight, Flights
 N_TRANSFERS: Final = 32
 N_QUESTIONS: Final = 32
 N_WRITES: Final = 32
-BODIES_NBYTES: Final = 2 << 30  # of all bodies held at a time
+BODIES_NBYTES: Final = 2 << 30  # of all bodies held at a time, as far as they have arrived
+ANSWERS_NBYTES: Final = 1 << 30  # of all answers in memory on their way to clients; beyond, no more are begun
+SILENCE_S: Final = 60.0  # longest wait for more of a body, and for a client to take more of an answer
 FILE_NBYTES: Final = 1 << 20
 _OBJECTS: Final = "/v1/objects/"
 _RANGE: Final = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
@@ -89,7 +92,8 @@ class Relay:
         transfers, questions, self._writes, self._disk = self._pools
         self._flights = Flights(cache, lambda key, sha256, past: upstream.stream(key, sha256, past=past), transfers)
         self._answers = Answers(questions)
-        self._bodies_nbytes = 0
+        self._bodies_nbytes = self._answers_nbytes = 0
+        self._is_stopping = False
         self._counts = {"requests": 0, "refused": 0, "served_nbytes": 0, "from_cache": 0}
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -117,6 +121,8 @@ class Relay:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         self._check_token(request)
+        if self._is_stopping:
+            raise _RefusedError(503, "busy", "the relay is being stopped; repeat")
         path, _, query = request.raw_path.partition("?")
         if path.startswith(_OBJECTS):
             key = _decoded(path.removeprefix(_OBJECTS))
@@ -151,14 +157,16 @@ class Relay:
         past = "no-cache" in request.headers.get("Cache-Control", "")
         start, stop = _range(request)
         if sha256 is None:
+            if self._answers_nbytes > ANSWERS_NBYTES:
+                raise _RefusedError(503, "busy", "the relay holds as many answers as it can; repeat")
             if past:
                 self._upstream.doubt(1.0)
             if (start, stop) == (0, None):
                 value = await self._answers.give(
                     ("get", key), lambda: self._read(key, 0, None), is_final=rules.is_final(key), past=past
                 )
-                return self._sent(_found(value))
-            return await self._get_range(key, start, stop, past)
+                return await self._send(request, _found(value))
+            return await self._get_range(request, key, start, stop, past)
         while True:
             if flight := self._flights.find(key, sha256):
                 return await self._pass_on(request, flight, start, stop)
@@ -169,17 +177,19 @@ class Relay:
                 break
         if file is not None:
             with file:
-                return await self._send_file(request, file, start, stop)
+                return await self._send_file(request, key, sha256, file, start, stop)
         if stop is not None:
-            return await self._get_range(key, start, stop, past)
+            return await self._get_range(request, key, start, stop, past)
         # From a place on: somebody's transfer broke off elsewhere, and others may come with other places.
         flight = self._flights.find(key, sha256) or self._flights.begin(key, sha256, past=past)
         return await self._pass_on(request, flight, start, stop)
 
-    async def _get_range(self, key: str, start: int, stop: int | None, past: bool) -> web.StreamResponse:
+    async def _get_range(
+        self, request: web.BaseRequest, key: str, start: int, stop: int | None, past: bool
+    ) -> web.StreamResponse:
         name = ("range", key, str(start), str(stop))
         value = _found(await self._answers.give(name, lambda: self._read(key, start, stop), past=past))
-        return self._sent(value, start)
+        return await self._send(request, value, start)
 
     def _read(self, key: str, start: int, stop: int | None) -> Value:
         try:
@@ -187,14 +197,30 @@ class Relay:
         except NotFoundError:
             return None
 
-    def _sent(self, value: bytes, start: int | None = None) -> web.StreamResponse:
-        self._counts["served_nbytes"] += len(value)
-        if start is None:
-            return web.Response(headers=_HEADERS, body=value)
-        return web.Response(status=206, headers={**_HEADERS, **_content_range(start, len(value))}, body=value)
+    async def _send(self, request: web.BaseRequest, value: bytes, start: int | None = None) -> web.StreamResponse:
+        """Send what is in memory: whole, or as the range from `start` on."""
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Length": str(len(value))})
+        if start is not None:
+            response.headers.update(_content_range(start, len(value)))
+            response.set_status(206)
+        self._answers_nbytes += len(value)
+        try:
+            with _cutting(request):
+                await response.prepare(request)
+                for at in range(0, len(value), FILE_NBYTES):
+                    await self._send_piece(response, value[at : at + FILE_NBYTES])
+                await response.write_eof()
+        finally:
+            self._answers_nbytes -= len(value)
+        return response
+
+    async def _send_piece(self, response: web.StreamResponse, piece: bytes) -> None:
+        async with asyncio.timeout(SILENCE_S):
+            await response.write(piece)
+        self._counts["served_nbytes"] += len(piece)
 
     async def _send_file(
-        self, request: web.BaseRequest, file: BinaryIO, start: int, stop: int | None
+        self, request: web.BaseRequest, key: str, sha256: str, file: BinaryIO, start: int, stop: int | None
     ) -> web.StreamResponse:
         nbytes = file.seek(0, 2)
         whole = (start, stop) == (0, None)
@@ -205,15 +231,17 @@ class Relay:
             response.set_status(206)
         self._counts["from_cache"] += 1
         file.seek(start)
-        await response.prepare(request)
-        while start < end:
-            piece = await self._run(self._disk, functools.partial(file.read, min(FILE_NBYTES, end - start)))
-            if not piece:
-                raise _cut(request)
-            await response.write(piece)
-            start += len(piece)
-            self._counts["served_nbytes"] += len(piece)
-        await response.write_eof()
+        with _cutting(request):
+            await response.prepare(request)
+            while start < end:
+                piece = await self._run(self._disk, functools.partial(_read_piece, file, min(FILE_NBYTES, end - start)))
+                if not piece:
+                    self._tell(f"{key}: its copy on disk cannot be read to its end, and is dropped")
+                    await self._run(self._disk, lambda: self._cache.drop(key, sha256))
+                    raise _cut(request)
+                await self._send_piece(response, piece)
+                start += len(piece)
+            await response.write_eof()
         return response
 
     async def _pass_on(
@@ -235,17 +263,17 @@ class Relay:
                 response.content_length = end - start
             else:
                 response.enable_chunked_encoding()
-            await response.prepare(request)
-            while (stop is None or start < end) and await flight.beyond(start):
-                piece = flight.read(start)
-                if stop is not None:
-                    piece = piece[: end - start]
-                await response.write(piece)
-                start += len(piece)
-                self._counts["served_nbytes"] += len(piece)
-            if flight.error is not None:
-                raise _cut(request)
-            await response.write_eof()
+            with _cutting(request):
+                await response.prepare(request)
+                while (stop is None or start < end) and await flight.beyond(start):
+                    piece = flight.read(start)
+                    if stop is not None:
+                        piece = piece[: end - start]
+                    await self._send_piece(response, piece)
+                    start += len(piece)
+                if flight.error is not None:
+                    raise _cut(request)
+                await response.write_eof()
             return response
         finally:
             flight.leave()
@@ -287,13 +315,11 @@ class Relay:
         longest = rules.longest_body_nbytes(self._access)
         if nbytes > longest:
             raise _RefusedError(413, "too-large", f"the body has {nbytes} bytes, and this relay takes up to {longest}")
-        if self._bodies_nbytes + nbytes > BODIES_NBYTES:
-            raise _RefusedError(503, "busy", "the relay holds as many bodies as it can; repeat")
-        self._bodies_nbytes += nbytes
+        body = bytearray()
         try:
-            body = bytearray()
-            async for piece in request.content.iter_any():
+            while piece := await self._body_piece(request, len(body)):
                 body += piece
+                self._bodies_nbytes += len(piece)
             if hashlib.sha256(body).hexdigest() != sha256:
                 raise _RefusedError(400, "digest", "the body is not the one that Dcr-Sha256 speaks of; nothing was put")
             if condition is None:
@@ -305,7 +331,18 @@ class Relay:
                 return web.Response(status=201, headers=_HEADERS)
             raise _RefusedError(412, "occupied", "the key holds something else")
         finally:
-            self._bodies_nbytes -= nbytes
+            self._bodies_nbytes -= len(body)
+
+    async def _body_piece(self, request: web.BaseRequest, n_arrived: int) -> bytes:
+        """Return more of a body, b"" at its end; refuse one that does not come, or for which there is no room."""
+        if self._bodies_nbytes >= BODIES_NBYTES:
+            raise _RefusedError(503, "busy", "the relay holds as many bodies as it can; nothing was put, repeat")
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                return await request.content.readany()
+        except TimeoutError:
+            message = f"no more of the body after {n_arrived} bytes and {SILENCE_S:.0f} s; nothing was put, repeat"
+            raise _RefusedError(503, "busy", message) from None
 
     async def _delete(self, key: str) -> web.StreamResponse:
         if not rules.may_delete(self._access):
@@ -344,8 +381,12 @@ class Relay:
             **self._counts,
         }
 
+    def stop(self) -> None:
+        """Refuse what is asked from now on; what is under way goes on."""
+        self._is_stopping = True
+
     def close(self) -> None:
-        """End what is under way."""
+        """End what is under way, after the last request."""
         self._flights.close()
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -407,6 +448,22 @@ def _cut(request: web.BaseRequest) -> Exception:
     if request.transport is not None:
         request.transport.abort()
     return ConnectionResetError("the transfer failed")
+
+
+@contextlib.contextmanager
+def _cutting(request: web.BaseRequest) -> Iterator[None]:
+    """Break the connection off where sending an answer fails: a second answer would count as the rest of the first."""
+    try:
+        yield
+    except Exception as error:
+        raise _cut(request) from error
+
+
+def _read_piece(file: BinaryIO, nbytes: int) -> bytes:
+    try:
+        return file.read(nbytes)
+    except OSError:  # the disk fails
+        return b""
 
 
 def _forbidden(access: str, key: str) -> _RefusedError:

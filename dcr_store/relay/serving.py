@@ -103,8 +103,9 @@ async def serving(
             shown = f"[{host}]" if ":" in host else host
             yield f"{'https' if tls else 'http'}://{shown}:{port}"
         finally:
+            relay.stop()
+            await runner.cleanup()  # requests under way are answered before what answers them is closed
             relay.close()
-            await runner.cleanup()
             listener.close()
     finally:
         upstream.close()

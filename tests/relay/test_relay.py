@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import http.client
 import secrets
+import socket
 import threading
 import time
 import warnings
@@ -13,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -256,6 +259,115 @@ def test_what_is_cached_is_served_without_upstream(relay: RelayThread, upstream:
         objects.get("log/main/latest.json")
     with pytest.raises(StorageError, match="no route"):
         objects.list("log/")
+
+
+class Failing:
+    """A file on a disk that fails after the first read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._n_reads = file, 0
+
+    def read(self, nbytes: int) -> bytes:
+        self._n_reads += 1
+        if self._n_reads > 1:
+            raise OSError(errno.EIO, "input/output error (injected)")
+        return self._file.read(nbytes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Failing:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+
+def test_an_answer_that_fails_in_its_middle_holds_no_second_answer(
+    relay: RelayThread, upstream: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dcr_store.relay.cache import Cache
+
+    data = secrets.token_bytes(3 * MIB)
+    upstream.put("a", data)
+    objects = open_objects(relay.url)
+    assert objects.get("a", sha256=sha256(data)) == data
+    open_kept = Cache.open
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "open", lambda *arguments, **options: Failing(open_kept(*arguments, **options)))
+        connection = http.client.HTTPConnection(relay.url.removeprefix("http://"), timeout=30)
+        connection.request("GET", "/v1/objects/a", headers={"Dcr-Sha256": sha256(data)})
+        answer = connection.getresponse()
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)) as caught:
+            answer.read()
+        assert not isinstance(caught.value, http.client.IncompleteRead) or b"HTTP/1.1" not in caught.value.partial
+        connection.close()
+    assert any("cannot be read" in told for told in relay.told)
+    assert objects.get("a", sha256=sha256(data)) == data  # brought anew
+    assert upstream.count("get") == 2
+
+
+def test_a_relay_that_is_stopped_finishes_what_it_answers(tmp_path: Path) -> None:
+    slow = Slow(open_objects(f"memory://{secrets.token_hex(8)}"))
+    data = secrets.token_bytes(9 * MIB)
+    slow.put("a", data)
+    relay = RelayThread(slow, tmp_path / "cache").__enter__()
+    pieces = HttpObjects(relay.url, policy=IMPATIENT).blocks("a", sha256(data))
+    slow.permits.release()
+    got = next(pieces)
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(relay.__exit__)
+        time.sleep(0.2)
+        slow.permits.release(2)
+        assert got + b"".join(pieces) == data
+        stopping.result()
+    assert relay.told == []
+
+
+def test_bodies_that_never_come_block_no_other(upstream: Watched, tmp_path: Path, monkeypatch: Any) -> None:
+    from dcr_store.relay import server
+
+    monkeypatch.setattr(server, "BODIES_NBYTES", 4 * MIB)
+    monkeypatch.setattr(server, "SILENCE_S", 1.0)
+    head = f"PUT /v1/objects/a HTTP/1.1\r\nHost: x\r\nIf-None-Match: *\r\nContent-Length: {3 * MIB}\r\n\r\nx"
+    with ExitStack() as stack:
+        relay = stack.enter_context(RelayThread(upstream, tmp_path / "cache"))
+        address = ("127.0.0.1", int(relay.url.rpartition(":")[2]))
+        silent = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(10)]
+        for connection in silent:
+            connection.sendall(head.encode())
+        time.sleep(0.2)
+        assert open_objects(relay.url, retry=IMPATIENT).put_if_absent("b", secrets.token_bytes(3 * MIB))
+        for connection in silent:
+            assert b" 503 " in connection.recv(65536).split(b"\r\n")[0]
+    assert upstream.count("put_if_absent", "a") == 0
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_readers_that_never_read_are_cut_off(
+    upstream: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    from dcr_store.relay import server
+
+    monkeypatch.setattr(server, "SILENCE_S", 0.5)
+    monkeypatch.setattr(server, "ANSWERS_NBYTES", 40 * MIB)
+    data = bytes(48 * MIB)
+    upstream.put("a", data)
+    with RelayThread(upstream, tmp_path / "cache", policy=IMPATIENT) as relay:
+        with socket.create_connection(("127.0.0.1", int(relay.url.rpartition(":")[2]))) as deaf:
+            digest = f"Dcr-Sha256: {sha256(data)}\r\n" if known else ""
+            deaf.sendall(f"GET /v1/objects/a HTTP/1.1\r\nHost: x\r\n{digest}\r\n".encode())
+            time.sleep(0.3)
+            if not known:  # what it holds is counted while it is there
+                with pytest.raises(StorageError, match="as many answers"):
+                    open_objects(relay.url, retry=RetryPolicy(deadline_s=0)).get("dcr.json")
+            time.sleep(1.0)
+            got = 0
+            with contextlib.suppress(ConnectionError):
+                while piece := deaf.recv(1 << 20):
+                    got += len(piece)
+            assert got < len(data)
+        assert open_objects(relay.url).get("a", sha256=sha256(data) if known else None) == data
 
 
 # ---------------------------------------------------------------------- how old answers may be
