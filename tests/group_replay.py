@@ -45,7 +45,8 @@ def replay(objects: ObjectStore, group: str, prepared: Container[tuple[str, int]
         if kind == "create":
             awaited = set(record["expected"])
         elif kind == "admit" and record["incarnation"]:
-            assert record["incarnation"] not in gone, "a dropped incarnation came back"
+            assert record["incarnation"] not in gone, "an incarnation that was dropped or replaced came back"
+            gone.add(result.members.get(name, ""))
             result.members[name] = record["incarnation"]
             awaited.discard(name)
         elif kind == "drop":

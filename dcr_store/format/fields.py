@@ -59,11 +59,18 @@ class Fields:
             raise FormatError(f"field {name!r} is wrong", key=self.key, expected=what, found=found)
         return value
 
-    def text(self, name: str, *, empty: bool = True) -> str:
-        """Return a string, perhaps an `empty` one."""
+    def text(self, name: str, *, empty: bool = True, longest: int | None = None) -> str:
+        """Return a string, perhaps an `empty` one, of at most `longest` characters."""
         value: str = self._get(name, str, "text")
         if not (value or empty):
             raise FormatError(f"field {name!r} is wrong", key=self.key, expected="text", found="an empty one")
+        if longest is not None and len(value) > longest:
+            raise FormatError(
+                f"field {name!r} is wrong",
+                key=self.key,
+                expected=f"up to {longest:,} characters",
+                found=f"{len(value):,}",
+            )
         return value
 
     def _is_null(self, name: str) -> bool:

@@ -16,6 +16,13 @@ from dcr_store.format.names import VERSION, ack_prefix
 ADMISSIONS: Final = ("expected", "anyone")
 PROPOSING: Final = ("newest", "manual")
 ACK_KINDS: Final = ("prepared", "applied")
+LONGEST_REASON: Final = 1024
+"""Characters of a reason."""
+
+
+def reason(fields: Fields) -> str:
+    """Return why somebody was dropped or something withdrawn; ``FormatError`` names the field."""
+    return fields.text("reason", longest=LONGEST_REASON)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,11 +279,11 @@ def parse_group_record(data: bytes, key: str) -> GroupRecord:
         return Admit(**common, name=fields.member(), incarnation=fields.optional_hex("incarnation", 16))
     if kind == "drop":
         incarnation = fields.optional_hex("incarnation", 16)
-        return Drop(**common, name=fields.member(), incarnation=incarnation, reason=fields.text("reason"))
+        return Drop(**common, name=fields.member(), incarnation=incarnation, reason=reason(fields))
     if kind == "propose":
         return Propose(**common, new=VersionRoot.from_json(fields.object("new")))
     if kind == "withdraw":
-        return Withdraw(**common, new=VersionRoot.from_json(fields.object("new")), reason=fields.text("reason"))
+        return Withdraw(**common, new=VersionRoot.from_json(fields.object("new")), reason=reason(fields))
     if kind == "promote":
         old = fields.optional_object("old")
         if not fields.array("acks"):

@@ -15,6 +15,7 @@ from dcr_store.errors import ConflictError, FormatError, InvalidInputError, NotF
 from dcr_store.format import canonical
 from dcr_store.format.fields import Fields, now
 from dcr_store.format.groups import (
+    LONGEST_REASON,
     Ack,
     AckRef,
     Admit,
@@ -149,7 +150,7 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
         Raises
         ------
         ConflictError
-            If the name is not expected, or this incarnation was dropped.
+            If the name is not expected, or this incarnation was dropped or replaced.
         """
         check_member(name)
 
@@ -326,6 +327,13 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
 def _check_reason(reason: object) -> None:
     if not isinstance(reason, str):
         raise InvalidInputError("the reason is no text", key="reason", expected="text", found=type(reason).__name__)
+    if len(reason) > LONGEST_REASON:
+        raise InvalidInputError(
+            "the reason is too long; say it shorter",
+            key="reason",
+            expected=f"up to {LONGEST_REASON:,} characters",
+            found=f"{len(reason):,}",
+        )
 
 
 class _AlreadyError(ConflictError):

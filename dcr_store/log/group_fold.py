@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from dcr_store.errors import IntegrityError
 from dcr_store.format import canonical
@@ -22,15 +22,18 @@ from dcr_store.format.groups import (
     Promote,
     Propose,
     Withdraw,
+    reason,
 )
 from dcr_store.format.names import VERSION, group_record_key
 
 DROPPED_KEPT: Final = 1024
+REPLACED: Final = "replaced"
+"""Why an incarnation is none any more when another one of its name was admitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A name that was dropped last: which incarnation, why, by which record."""
+    """What became of a name's last earlier incarnation: which it was, why it is none any more, by which record."""
 
     incarnation: str | None
     reason: str
@@ -52,7 +55,8 @@ class GroupState:
     members : mapping of str to str
         Name and incarnation of each member admitted, by name.
     dropped : mapping of str to Dropped
-        The last 1,024 names dropped and not admitted again since, oldest first.
+        For the last 1,024 names that had one: the incarnation that was dropped or replaced last, which never comes
+        back. Oldest first. The name may have been admitted since, under another one.
     proposed, active : GroupVersion or None
     highest : int or None
         The highest number ever proposed: members propose by themselves only what comes after.
@@ -114,13 +118,17 @@ class GroupState:
             fields.members("awaited"),
             {item.member(): item.hex("incarnation", 16) for item in fields.objects("members")},
             {
-                item.member(): Dropped(item.optional_hex("incarnation", 16), item.text("reason"), item.count("seq"))
+                item.member(): Dropped(item.optional_hex("incarnation", 16), reason(item), item.count("seq"))
                 for item in fields.objects("dropped")
             },
             GroupVersion.from_json(fields.optional_object("proposed")),
             GroupVersion.from_json(fields.optional_object("active")),
             fields.optional_count("highest"),
         )
+
+
+class _Require(Protocol):
+    def __call__(self, condition: bool, rule: str, expected: object, found: object) -> None: ...
 
 
 def apply(state: GroupState, record: GroupRecord, data: bytes) -> GroupState:
@@ -158,13 +166,11 @@ def apply(state: GroupState, record: GroupRecord, data: bytes) -> GroupState:
         require(known, "it drops nobody", f"one of {[*state.members, *state.awaited]}", record.name)
         found = state.members.get(record.name)
         require(record.incarnation == found, "it drops another incarnation", found, record.incarnation)
-        dropped = {name: item for name, item in state.dropped.items() if name != record.name}
-        dropped[record.name] = Dropped(record.incarnation, record.reason, record.seq)
         return replace(
             advanced,
             members={name: item for name, item in state.members.items() if name != record.name},
             awaited=tuple(name for name in state.awaited if name != record.name),
-            dropped=dict(list(dropped.items())[-DROPPED_KEPT:]),
+            dropped=_with(state.dropped, record.name, Dropped(record.incarnation, record.reason, record.seq)),
         )
     proposed, active = state.proposed, state.active
     if isinstance(record, Propose):
@@ -197,19 +203,26 @@ def apply(state: GroupState, record: GroupRecord, data: bytes) -> GroupState:
     return replace(advanced, proposed=None, active=proposed)
 
 
-def _admit(state: GroupState, advanced: GroupState, record: Admit, require: Any) -> GroupState:
+def _admit(state: GroupState, advanced: GroupState, record: Admit, require: _Require) -> GroupState:
     name, incarnation = record.name, record.incarnation
     if incarnation is None:
         require(name not in state.expected, "the name is expected already", "a new one", name)
         return replace(advanced, expected=tuple(sorted((*state.expected, name))))
-    require(state.members.get(name) != incarnation, "it is admitted already", "another incarnation", incarnation)
-    last = state.dropped.get(name)
+    replaced, last = state.members.get(name), state.dropped.get(name)
+    require(replaced != incarnation, "it is admitted already", "another incarnation", incarnation)
     fresh = last is None or last.incarnation != incarnation
-    require(fresh, "this incarnation was dropped", "another incarnation", incarnation)
+    require(fresh, "this incarnation was dropped or replaced", "another incarnation", incarnation)
     require(state.may_admit_itself(name), "the name is not expected", f"one of {list(state.expected)}", name)
     return replace(
         advanced,
         members=dict(sorted({**state.members, name: incarnation}.items())),
         awaited=tuple(other for other in state.awaited if other != name),
-        dropped={other: item for other, item in state.dropped.items() if other != name},
+        dropped=(
+            state.dropped if replaced is None else _with(state.dropped, name, Dropped(replaced, REPLACED, record.seq))
+        ),
     )
+
+
+def _with(dropped: Mapping[str, Dropped], name: str, item: Dropped) -> dict[str, Dropped]:
+    others = [(other, found) for other, found in dropped.items() if other != name]
+    return dict([*others, (name, item)][-DROPPED_KEPT:])

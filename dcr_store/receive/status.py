@@ -159,5 +159,6 @@ def _members(progress: Progress) -> list[MemberStatus]:
         awaited = "has not come yet" if name in state.awaited else "may come"
         result.setdefault(name, MemberStatus(name, None, None, awaited))
     for name, item in state.dropped.items():
-        result[name] = MemberStatus(name, None, None, f"was dropped: {item.reason}")
+        if name not in state.members:
+            result[name] = MemberStatus(name, None, None, f"was dropped: {item.reason}")
     return [result[name] for name in sorted(result)]

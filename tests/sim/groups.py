@@ -82,9 +82,10 @@ class GroupFold:
             return
         _require(name in self.expected, f"{where}: {name} is not expected")
         _require(self.dropped.get(name) != incarnation, f"{where}: this incarnation was dropped")
+        if name in self.members:
+            self.dropped[name] = self.members[name]
         self.members[name] = incarnation
         self.awaited.discard(name)
-        self.dropped.pop(name, None)
 
     def _promote(self, where: str, record: dict[str, Any]) -> None:
         _require(self.proposed is not None, f"{where}: no proposal stands")

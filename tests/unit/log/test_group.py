@@ -114,7 +114,23 @@ REFUSED: list[tuple[str, Callable[[GroupLog], Any]]] = [
     ("the proposal of group eu is another one", lambda log: log.promote(GroupVersion("main@0", "0" * 64, 3), {})),
     ("cannot promote main@0 yet: it waits for b", lambda log: _promote_with(log, "a")),
     ("has dropped this incarnation of a: gone", lambda log: [log.drop("a", "gone"), log.admit("a", incarnation("a"))]),
+    (
+        "has dropped this incarnation of a: replaced",
+        lambda log: [log.admit("a", incarnation("a", 1)), log.admit("a", incarnation("a"))],
+    ),
 ]
+
+
+@pytest.mark.parametrize("act", [lambda log, reason: log.drop("a", reason), lambda log, reason: log.withdraw(reason)])
+def test_a_reason_that_no_reader_accepts_is_refused_before_any_request(
+    objects: Watched, log: GroupLog, act: Callable[[GroupLog, str], GroupState]
+) -> None:
+    log.propose(version(0))
+    objects.requests.clear()
+    with pytest.raises(InvalidInputError, match=r"the reason is too long; say it shorter .expected up to 1,024"):
+        act(log, "x" * 1025)
+    assert objects.requests == []
+    assert act(log, "x" * 1024) == opened(objects).refresh()
 
 
 def _newer(log: GroupLog, number: int) -> GroupState:

@@ -12,7 +12,7 @@ import pytest
 from group_records import ack, admit, apply, create, drop, empty, incarnation, promote, propose, version, withdraw
 from log_records import STORE_SHA256
 
-from dcr_store.errors import IntegrityError
+from dcr_store.errors import FormatError, IntegrityError
 from dcr_store.format.fields import Fields
 from dcr_store.format.groups import GroupRecord, GroupVersion, Policy, parse_group_record
 from dcr_store.log import group_fold
@@ -36,6 +36,8 @@ DROPPED = apply(NEXT, lambda s: drop(s, "b"))
 NOBODY = apply(PROPOSED, drop, lambda s: drop(s, "b"))
 OPEN = apply(START, lambda s: create(s, policy=Policy(admission="anyone")))
 HALF_PROPOSED = apply(HALF, propose)
+BACK = apply(DROPPED, lambda s: admit(s, "b", 1))
+REPLACED = apply(HALF, lambda s: admit(s, "a", 1))
 STATES = {
     "start": START,
     "created": CREATED,
@@ -48,6 +50,8 @@ STATES = {
     "nobody": NOBODY,
     "open": OPEN,
     "half, proposed": HALF_PROPOSED,
+    "dropped, back": BACK,
+    "replaced": REPLACED,
 }
 
 LEGAL: list[tuple[str, Make]] = [
@@ -82,7 +86,9 @@ ILLEGAL: list[tuple[str, Make, str]] = [
     ("start", admit, "the group is not created"),
     ("start", propose, "the group is not created"),
     ("half", admit, "it is admitted already"),
-    ("dropped", b, "this incarnation was dropped"),
+    ("dropped", b, "this incarnation was dropped or replaced"),
+    ("dropped, back", b, "this incarnation was dropped or replaced"),
+    ("replaced", admit, "this incarnation was dropped or replaced"),
     ("created", lambda s: admit(s, "stranger"), "the name is not expected"),
     ("created", lambda s: admit(s, "a", None), "the name is expected already"),
     ("created", lambda s: drop(s, "stranger"), "it drops nobody"),
@@ -206,10 +212,23 @@ class TestWhatTheFoldSays:
     def test_dropping(self) -> None:
         assert DROPPED.members == {"a": incarnation("a")}
         assert DROPPED.dropped == {"b": Dropped(incarnation("b"), "gone", 6)}
-        assert apply(DROPPED, lambda s: admit(s, "b", 1)).dropped == {}
+        assert BACK.members["b"] == incarnation("b", 1)
+        assert BACK.dropped == DROPPED.dropped, "it never comes back"
         awaited = apply(HALF, lambda s: drop(s, "b"))
         assert (awaited.awaited, awaited.dropped) == ((), {"b": Dropped(None, "gone", 2)})
         assert "b" in apply(awaited, b).members, "who was only not waited for may come"
+
+    def test_replacing(self) -> None:
+        assert REPLACED.members == {"a": incarnation("a", 1)}
+        assert REPLACED.dropped == {"a": Dropped(incarnation("a"), "replaced", 2)}
+        again = apply(BACK, lambda s: admit(s, "b", 2))
+        assert again.dropped == {"b": Dropped(incarnation("b", 1), "replaced", 8)}
+
+    def test_a_reason_has_a_longest_length(self) -> None:
+        for make in (lambda s, reason: drop(s, reason=reason), lambda s, reason: withdraw(s, reason=reason)):
+            assert parse_group_record(make(NEXT, "é" * 1024).to_bytes(), "key").reason == "é" * 1024  # type: ignore[attr-defined]
+            with pytest.raises(FormatError, match=r"field 'reason' is wrong .expected up to 1,024 characters"):
+                parse_group_record(make(NEXT, "x" * 1025).to_bytes(), "key")
 
     def test_only_the_last_dropped_names_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(group_fold, "DROPPED_KEPT", 3)

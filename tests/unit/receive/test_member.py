@@ -11,8 +11,16 @@ import pytest
 from watched import Watched
 
 import dcr_store
-from dcr_store.errors import ConflictError, FencedError, IntegrityError, InvalidInputError, NotFoundError
+from dcr_store.errors import (
+    ConflictError,
+    FencedError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    OutcomeUnknownError,
+)
 from dcr_store.format.groups import GroupVersion, VersionRoot
+from dcr_store.ports import Bytes
 from dcr_store.receive.member import Member, Wanted, plan
 from dcr_store.store import Store
 from dcr_store.versions.catalog import Catalog
@@ -396,3 +404,30 @@ def test_what_an_operator_asks_wrongly(store: Store) -> None:
         with pytest.raises(InvalidInputError, match=says):
             wrong()
     assert store._objects.list("groups/") == before
+
+
+def test_a_replaced_start_whose_admission_got_no_answer_never_comes_back(
+    store: Store, member: Callable[..., Member]
+) -> None:
+    """It was admitted without knowing it, then another start was: otherwise two would be fenced in turn."""
+    store.create_group("eu", ["a"])
+
+    class Lost(Watched):
+        """Puts what it is told to, and says so from the second time on."""
+
+        def put_if_absent(self, key: str, data: Bytes) -> bool:
+            is_first = self.count("put_if_absent") == 0
+            created = super().put_if_absent(key, data)
+            if is_first:
+                raise OutcomeUnknownError("no answer", key=key)
+            return created
+
+    catalog = Catalog(Lost(store._objects), store._document, store._catalog.store_sha256)
+    first = Member(catalog, "eu", "a")
+    with pytest.raises(OutcomeUnknownError):
+        first.join()
+    second = member("a")
+    with pytest.raises(FencedError, match="another start of the same name"):
+        first.join()
+    prepare(second)
+    assert second.try_promote()
