@@ -14,11 +14,14 @@ deleted while no relay runs. Refuses a directory that another relay uses, or tha
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
+import io
 import os
 import re
 import secrets
+import stat
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -28,6 +31,8 @@ from typing import BinaryIO, Final
 from dcr_store.errors import ConflictError, InvalidInputError, StorageError
 
 _FILE: Final = re.compile(r"[0-9a-f]{64}-[0-9a-f]{32}")
+_ON_ITS_WAY: Final = re.compile(r"[0-9a-f]{32}")
+READ_NBYTES: Final = 1 << 26
 _PARTS: Final = {"lock", "objects", "arriving"}
 
 
@@ -67,7 +72,13 @@ class Arriving:
         self.nbytes += len(piece)
 
     def _to_memory(self) -> None:
-        self._memory = bytearray(os.pread(self._descriptor, self.nbytes, 0) if self.nbytes else b"")
+        memory = bytearray()
+        while len(memory) < self.nbytes:  # one read gives 2 GiB at most
+            piece = os.pread(self._descriptor, min(self.nbytes - len(memory), READ_NBYTES), len(memory))
+            if not piece:
+                raise OSError(errno.EIO, "what was written cannot be read back")
+            memory += piece
+        self._memory = memory
         if self.path is not None:
             with contextlib.suppress(OSError):
                 self.path.unlink()  # the disk may be full
@@ -123,7 +134,8 @@ class Cache:
                     key=str(directory),
                     found=foreign[0],
                 )
-            self._lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._lock = os.open(self._directory / "lock", flags, 0o600)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -131,7 +143,11 @@ class Cache:
                 raise ConflictError(
                     "another relay uses this cache; give each one a directory of its own", key=str(directory)
                 ) from error
-            self._take_over()
+            try:
+                self._take_over()
+            except BaseException:
+                os.close(self._lock)
+                raise
         except OSError as error:
             raise StorageError(f"the cache directory cannot be used: {error.strerror}", key=str(directory)) from error
 
@@ -139,18 +155,34 @@ class Cache:
         """Learn what an earlier run left: what is whole is kept, what was on its way is removed."""
         for name in ("objects", "arriving"):
             (self._directory / name).mkdir(exist_ok=True)
-        for path in (self._directory / "arriving").iterdir():
-            path.unlink()
+        for path in self._within("arriving"):
+            if _ON_ITS_WAY.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode):
+                path.unlink()
         found: list[tuple[int, str, int]] = []
-        for path in (self._directory / "objects").glob("*/*"):
-            status = path.stat()
-            if _FILE.fullmatch(path.name) and path == self._path(path.name):
-                found.append((status.st_mtime_ns, path.name, status.st_size))
+        for directory in self._within("objects"):
+            if not stat.S_ISDIR(directory.lstat().st_mode) and not directory.is_symlink():
+                continue
+            for path in self._within(f"objects/{directory.name}"):
+                status = path.lstat()
+                if _FILE.fullmatch(path.name) and path == self._path(path.name) and stat.S_ISREG(status.st_mode):
+                    found.append((status.st_mtime_ns, path.name, status.st_size))
         for _, name, nbytes in sorted(found):
             self._kept[name] = _Kept(nbytes, is_proven=False)
             self.nbytes += nbytes
         with self._guard:
             self._evict()
+
+    def _within(self, name: str) -> list[Path]:
+        """Return what lies in a directory of the cache; refuse a link, which may lead to somebody else's files."""
+        path = self._directory / name
+        if path.is_symlink():
+            raise InvalidInputError(
+                "is a link; remove it, or name another directory for the cache",
+                key=str(path),
+                expected="a directory",
+                found=f"a link to {path.readlink()}",
+            )
+        return list(path.iterdir())
 
     def _path(self, name: str) -> Path:
         return self._directory / "objects" / name[:2] / name
@@ -173,9 +205,8 @@ class Cache:
             if kept is None:
                 return None
             self._kept.move_to_end(name)
-        path = self._path(name)
         try:
-            file = path.open("rb", buffering=0)
+            file = _opened(self._path(name))
         except OSError:
             self._drop(name)
             return None
@@ -254,6 +285,15 @@ class Cache:
     def close(self) -> None:
         """Let another relay have the directory."""
         os.close(self._lock)
+
+
+def _opened(path: Path) -> io.FileIO:
+    """Open a file to be read; refuse links, and what opening or reading would wait for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file")
+    return io.FileIO(descriptor)
 
 
 def _key_digits(key: str) -> str:

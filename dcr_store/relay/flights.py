@@ -1,16 +1,18 @@
 """Whole objects on their way from upstream: one transfer each, whoever asks meanwhile, passed on as they come.
 
-A transfer goes on when those who asked for it have left. What arrives is kept only if it has the right SHA-256.
+A transfer that has begun goes on when those who asked for it have left; one that still waits for its turn does not.
+What arrives is kept only if it has the right SHA-256.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import Final
 
 from dcr_store.errors import StorageError
+from dcr_store.objects.retry import TransientError
 from dcr_store.relay.cache import Arriving, Cache
 
 Stream = Callable[[str, str, bool], Iterator[bytes]]
@@ -18,6 +20,7 @@ Stream = Callable[[str, str, bool], Iterator[bytes]]
 
 _Id = tuple[str, str]
 READ_NBYTES: Final = 1 << 18
+MOST: Final = 4096  # transfers under way or waiting for their turn
 
 
 class Flight:
@@ -29,11 +32,11 @@ class Flight:
         Whether it has ended: whole and right if `error` is None.
     """
 
-    def __init__(self, arriving: Arriving, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, left: Callable[[], None]) -> None:
         self.is_done = False
         self.error: BaseException | None = None
-        self._arriving = arriving
-        self._loop = loop
+        self._arriving: Arriving | None = None
+        self._loop, self._left = loop, left
         self._changed = asyncio.Event()
         self._is_told = False
         self._n_users = 1  # the transfer itself
@@ -41,7 +44,11 @@ class Flight:
     @property
     def nbytes(self) -> int:
         """How many bytes have arrived."""
-        return self._arriving.nbytes
+        return 0 if self._arriving is None else self._arriving.nbytes
+
+    def take_off(self, arriving: Arriving) -> None:
+        """Note where the bytes will be; called in the transfer's thread."""
+        self._arriving = arriving
 
     def notify(self) -> None:
         """Wake those who wait; called in the transfer's thread."""
@@ -68,7 +75,9 @@ class Flight:
     def leave(self) -> None:
         """Need the bytes no longer."""
         self._n_users -= 1
-        if self._n_users == 0:
+        if self._n_users == 1 and not self.is_done:
+            self._left()
+        elif self._n_users == 0 and self._arriving is not None:
             self._arriving.close()
 
     async def beyond(self, position: int) -> bool:
@@ -81,6 +90,7 @@ class Flight:
 
     def read(self, position: int) -> bytes:
         """Return bytes from `position` on, as many as are there, up to a limit."""
+        assert self._arriving is not None
         return self._arriving.read(position, READ_NBYTES)
 
 
@@ -108,15 +118,29 @@ class Flights:
         return self._flights.get((key, sha256))
 
     def begin(self, key: str, sha256: str, *, past: bool = False) -> Flight:
-        """Begin a transfer; later ones who ask are given this one."""
+        """Begin a transfer; later ones who ask are given this one.
+
+        Raises
+        ------
+        StorageError
+            There are as many as there may be; later there may be less.
+        """
+        if len(self._flights) >= MOST:
+            raise StorageError(
+                "the relay has as many transfers to do as it can hold; repeat",
+                key=key,
+                expected=f"up to {MOST}",
+                found=len(self._flights),
+            ) from TransientError("too many transfers")
         loop = asyncio.get_running_loop()
-        arriving = self._cache.arriving()
-        flight = Flight(arriving, loop)
+        flight = Flight(loop, lambda: give_up())
         self._flights[key, sha256] = flight
         self.n_begun += 1
 
         def bring() -> None:
             error: BaseException | None = None
+            arriving = self._cache.arriving()
+            flight.take_off(arriving)
             try:
                 for piece in self._stream(key, sha256, past):
                     if self._is_closed:
@@ -137,7 +161,12 @@ class Flights:
             self.n_landed += 1
             flight.end(error)
 
-        self._executor.submit(bring)
+        def give_up() -> None:
+            # Nobody waits for it any more: if it has not begun, it need not.
+            if future.cancel():
+                land(StorageError("nobody waited for the transfer any more", key=key))
+
+        future: Future[None] = self._executor.submit(bring)
         return flight
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ N_WRITES: Final = 32
 BODIES_NBYTES: Final = 2 << 30  # of all bodies held at a time, as far as they have arrived
 ANSWERS_NBYTES: Final = 1 << 30  # of all answers in memory on their way to clients; beyond, no more are begun
 SILENCE_S: Final = 60.0  # longest wait for more of a body, and for a client to take more of an answer
+LEFT_S: Final = 1.0  # after which it is asked whether a client that waits is still there
 FILE_NBYTES: Final = 1 << 20
 _OBJECTS: Final = "/v1/objects/"
 _RANGE: Final = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
@@ -253,7 +254,7 @@ class Relay:
             if stop is not None:
                 while await flight.beyond(flight.nbytes):
                     pass
-            if not await flight.beyond(start):
+            if not await _begun(request, flight, start):
                 _raise(flight)
                 if start > 0:
                     raise _beyond_end()
@@ -441,6 +442,17 @@ def _json(document: dict[str, Any]) -> web.Response:
 def _raise(flight: Flight) -> None:
     if flight.error is not None:
         raise flight.error
+
+
+async def _begun(request: web.BaseRequest, flight: Flight, position: int) -> bool:
+    """Wait as ``flight.beyond``; give up when the client has left meanwhile, so that no transfer waits for nobody."""
+    while True:
+        try:
+            async with asyncio.timeout(LEFT_S):
+                return await flight.beyond(position)
+        except TimeoutError:
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError("the client has left") from None
 
 
 def _cut(request: web.BaseRequest) -> Exception:

@@ -194,7 +194,7 @@ def test_the_cache_outlives_restarts_and_kills(tmp_path: Path, upstream: Watched
     # Torn by a power loss: the name was there before the bytes.
     (torn,) = (tmp_path / "cache" / "objects").glob(f"*/{sha256(data + b'b')}-*")
     torn.write_bytes(bytes(torn.stat().st_size))
-    (tmp_path / "cache" / "arriving" / "half").write_bytes(b"half")
+    (tmp_path / "cache" / "arriving" / secrets.token_hex(16)).write_bytes(b"half")
     with RelayProcess(str(tmp_path / "store"), directory=tmp_path / "cache") as relay:
         assert list((tmp_path / "cache" / "arriving").iterdir()) == []
         objects = open_objects(relay.url)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dcr_store.errors import ConflictError, InvalidInputError, StorageError
 from dcr_store.relay.cache import Cache
 
 
@@ -112,4 +113,70 @@ def test_an_object_that_does_not_fit_is_not_kept(tmp_path: Path, max_nbytes: int
     cache = Cache(tmp_path, max_nbytes)
     keep(cache, "a", bytes(100))
     assert (len(cache), list(tmp_path.glob("*/*/*")), list(tmp_path.glob("arriving/*"))) == (0, [], [])
+    cache.close()
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """Neither to be cleared nor to be read: what they lead to is somebody else's."""
+    foreign, directory = tmp_path / "foreign", tmp_path / "cache"
+    foreign.mkdir()
+    names = [secrets.token_hex(16), "notes"]
+    for name in names:
+        (foreign / name).write_bytes(b"mine")
+    Cache(directory, 1 << 20).close()
+    for name in ("arriving", "objects", "lock"):
+        path = directory / name
+        path.rename(tmp_path / "aside")
+        path.symlink_to(foreign / names[0] if name == "lock" else foreign)
+        for _ in range(2):  # the lock is let go of
+            with pytest.raises((InvalidInputError, StorageError)) as caught:
+                Cache(directory, 1 << 20)
+            assert not isinstance(caught.value, ConflictError)
+        path.unlink()
+        (tmp_path / "aside").rename(path)
+        assert sorted(path.name for path in foreign.iterdir()) == sorted(names)
+        assert (foreign / names[0]).read_bytes() == b"mine"
+    Cache(directory, 1 << 20).close()
+
+
+def test_only_what_a_relay_wrote_is_cleared_or_kept(tmp_path: Path) -> None:
+    data = secrets.token_bytes(1000)
+    cache = Cache(tmp_path, 1 << 20)
+    keep(cache, "a", data)
+    (path,) = tmp_path.glob("objects/*/*")
+    cache.close()
+    half = tmp_path / "arriving" / secrets.token_hex(16)
+    half.write_bytes(b"half")
+    (tmp_path / "arriving" / "notes").write_bytes(b"mine")
+    (tmp_path / "objects" / "stray").write_bytes(b"mine")
+    (path.parent / ("0" * 64 + "-" + "0" * 32)).symlink_to(tmp_path / "nowhere")
+    (path.parent / (path.name[:-32] + "1" * 32)).mkdir()
+    cache = Cache(tmp_path, 1 << 20)
+    assert (len(cache), half.exists(), kept(cache, "a", data)) == (1, False, data)
+    assert (tmp_path / "arriving" / "notes").read_bytes() == b"mine"
+    for replace in (lambda: path.symlink_to(tmp_path / "arriving" / "notes"), lambda: os.mkfifo(path)):
+        keep(cache, "a", data)
+        path.unlink()
+        replace()
+        assert kept(cache, "a", data) is None
+        assert not path.exists()
+    cache.close()
+
+
+def test_what_is_longer_than_one_read_goes_on_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dcr_store.relay import cache as module
+
+    monkeypatch.setattr(module, "READ_NBYTES", 1000)
+    data = secrets.token_bytes(4096)
+    cache = Cache(tmp_path, 1 << 20)
+    arriving = cache.arriving()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        arriving.append(data)
+        arriving.append(b"more")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert arriving.read(0, 5000) == data + b"more"
+    arriving.close()
     cache.close()
