@@ -162,7 +162,7 @@ class Relay:
                 raise _RefusedError(503, "busy", "the relay holds as many answers as it can; repeat")
             if past:
                 self._upstream.doubt(1.0)
-            if (start, stop) == (0, None):
+            if not _has_range(request):
                 value = await self._answers.give(
                     ("get", key), lambda: self._read(key, 0, None), is_final=rules.is_final(key), past=past
                 )
@@ -224,10 +224,9 @@ class Relay:
         self, request: web.BaseRequest, key: str, sha256: str, file: BinaryIO, start: int, stop: int | None
     ) -> web.StreamResponse:
         nbytes = file.seek(0, 2)
-        whole = (start, stop) == (0, None)
         end = nbytes if stop is None else min(stop, nbytes)
         response = web.StreamResponse(headers={**_HEADERS, "Content-Length": str(max(0, end - start))})
-        if not whole:
+        if _has_range(request):
             response.headers.update(_content_range(start, end - start))
             response.set_status(206)
         self._counts["from_cache"] += 1
@@ -256,9 +255,9 @@ class Relay:
                     pass
             if not await _begun(request, flight, start):
                 _raise(flight)
-                if start > 0:
+                if _has_range(request):
                     raise _beyond_end()
-            response = web.StreamResponse(status=206 if start > 0 or stop is not None else 200, headers=_HEADERS)
+            response = web.StreamResponse(status=206 if _has_range(request) else 200, headers=_HEADERS)
             end = flight.nbytes if stop is None else min(stop, flight.nbytes)
             if flight.is_done and flight.error is None:
                 response.content_length = end - start
@@ -407,6 +406,10 @@ def _prefix(query: str) -> str:
     prefix = _decoded(value)
     check_prefix(prefix)
     return prefix
+
+
+def _has_range(request: web.BaseRequest) -> bool:
+    return "Range" in request.headers
 
 
 def _range(request: web.BaseRequest) -> tuple[int, int | None]:

@@ -182,6 +182,24 @@ def test_ranges_are_those_of_a_slice_from_disk_too(relay: RelayThread, upstream:
     assert upstream.count("get") == 3  # two ranges as they are, then the whole, for the first without an end
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_range_is_answered_as_a_range(relay: RelayThread, upstream: Watched, known: bool) -> None:
+    """Also one from the beginning without an end: while it arrives, from disk, and of an empty object."""
+    for key, data in (("a", secrets.token_bytes(1000)), ("empty", b"")):
+        upstream.put(key, data)
+        headers = {"Dcr-Sha256": sha256(data)} if known else {}
+        for _ in range(2):
+            for asked, right in (("bytes=0-", data), ("bytes=0-9", data[:10]), ("bytes=10-", data[10:]), (None, data)):
+                connection = http.client.HTTPConnection(relay.url.removeprefix("http://"), timeout=30)
+                ranged = {"Range": asked} if asked else {}
+                connection.request("GET", f"/v1/objects/{key}", headers={**headers, **ranged})
+                answer = connection.getresponse()
+                body = answer.read()
+                connection.close()
+                assert answer.status == (200 if asked is None else 206 if right else 416), (key, asked)
+                assert body == right or answer.status == 416
+
+
 def test_the_cache_outlives_restarts_and_kills(tmp_path: Path, upstream: Watched) -> None:
     store = open_objects(tmp_path / "store")
     data = secrets.token_bytes(2 * MIB)
