@@ -33,10 +33,10 @@ from dcr_store.payload.version import Table
 from dcr_store.publish.spool import ChunkSpool
 from dcr_store.publish.state import Changes
 from dcr_store.targets.checkpoint_listing import SUFFIX
-from dcr_store.targets.own_directories import BASELINE_TAG, refuse_inside_store
+from dcr_store.targets.own_directories import BASELINE_TAG, LOCK, refuse_inside_store
 from dcr_store.targets.paths import local_path
 from dcr_store.targets.space_file import SpaceFiles
-from dcr_store.targets.temporary import LOCK, make_locked
+from dcr_store.targets.temporary import make_locked
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
 from dcr_store.versions.replay import classify, digests, everywhere, replay

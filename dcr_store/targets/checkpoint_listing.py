@@ -20,7 +20,7 @@ from dcr_store.format import canonical
 from dcr_store.format.names import STORE_KEY
 from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.layout.dtypes import shown
-from dcr_store.targets.own_directories import BASELINE_LOCK, holds_baseline, holds_store
+from dcr_store.targets.own_directories import LOCK, holds_baseline, holds_store
 from dcr_store.targets.paths import check_path
 
 MAX_SIDE_NBYTES: Final = 64 << 20
@@ -78,7 +78,7 @@ def list_checkpoint(root: Path) -> Listing:
             "directory of their own",
             key=str(root),
             expected="a checkpoint",
-            found=BASELINE_LOCK,
+            found=LOCK,
         )
     weights: list[str] = []
     side: list[SideFile] = []

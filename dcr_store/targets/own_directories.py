@@ -13,7 +13,8 @@ from dcr_store.errors import FormatError, InvalidInputError
 from dcr_store.format import canonical
 from dcr_store.format.names import STORE_KEY
 
-BASELINE_LOCK: Final = "lock"
+LOCK: Final = "lock"
+"""The file in a directory of ours that is locked while its owner lives."""
 BASELINE_TAG: Final = b"dcr-baseline\n"
 """What the lock of a baseline begins with."""
 _MAX_NBYTES: Final = 1 << 16
@@ -31,7 +32,7 @@ def holds_store(directory: Path) -> bool:
 def holds_baseline(directory: Path) -> bool:
     """Return whether a directory is a publisher's baseline."""
     try:
-        return _beginning(directory / BASELINE_LOCK).startswith(BASELINE_TAG)
+        return _beginning(directory / LOCK).startswith(BASELINE_TAG)
     except OSError:
         return False
 

@@ -201,19 +201,20 @@ def _choose(tensors: Mapping[str, Any], layout: Layout) -> dict[str, list[str]]:
         chosen[entry.name] = list(copies.values())
     known = set(layout.names())
     foreign = [repr(name) for name in tensors if name not in known and not _is_tied(name, tensors[name], seen)]
-    problems = [
-        f"{what} {_listed(names)}"
-        for what, names in (
-            ("missing here:", missing),
-            ("not in the version (give a mapping without them):", foreign),
-            ("of another dtype or shape:", wrong),
-            ("several of its elements are the same memory (give contiguous tensors):", list(_expanded(extents))),
-            ("sharing memory, though not one tensor in the version (untie them):", list(_shared(extents))),
+    problems = {
+        "missing here:": missing,
+        "not in the version (give a mapping without them):": foreign,
+        "of another dtype or shape:": wrong,
+        "several of its elements are the same memory (give contiguous tensors):": list(_expanded(extents)),
+        "sharing memory, though not one tensor in the version (untie them):": list(_shared(extents)),
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{what} {_listed(names)}" for what, names in problems.items() if names)
+        raise InvalidInputError(
+            f"the tensors are not those of the version; nothing was written: {listed}",
+            expected=f"{len(layout.tensors)} tensors as in the version",
+            found=f"{sum(map(len, problems.values()))} that are not, {len(tensors)} in all",
         )
-        if names
-    ]
-    if problems:
-        raise InvalidInputError(f"the tensors are not those of the version; nothing was written: {'; '.join(problems)}")
     return chosen
 
 

@@ -13,11 +13,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
-from dcr_store.targets.own_directories import BASELINE_LOCK
-
-LOCK: Final = BASELINE_LOCK
+from dcr_store.targets.own_directories import LOCK
 
 
 def make_locked(prefix: str) -> tuple[Path, int]:

@@ -226,6 +226,8 @@ def test_refused_by_name_before_anything_is_written(case: Case) -> None:
             bring(store, target)
     for name in case.names.split():
         assert f"{name} is " in str(caught.value)
+    assert caught.value.expected == "copies of all its bits"
+    assert str(caught.value.found).endswith(" that are not copied so")
     assert octets(model) == before
     target.close()
 

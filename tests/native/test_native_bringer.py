@@ -543,7 +543,12 @@ def test_modules_without_plain_memory_are_refused() -> None:
         module = nn.Linear(3, 3)
     with pytest.raises(InvalidInputError, match="meta tensor") as caught:
         dcr_store.NativeLoaderTarget(lambda weights: None, module)
-    assert caught.value.key == "weight"
+    found = caught.value
+    assert (found.key, found.expected, found.found) == ("weight", "a plain tensor of torch", "a meta tensor")
+    sparse = nn.Module()
+    sparse.register_buffer("few", torch.eye(3).to_sparse())
+    with pytest.raises(InvalidInputError, match=r"not strided.*found torch.sparse_coo"):
+        dcr_store.NativeLoaderTarget(lambda weights: None, sparse)
     with pytest.raises(InvalidInputError, match="callable"):
         dcr_store.NativeLoaderTarget(None, nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="no module"):

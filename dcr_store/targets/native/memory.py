@@ -127,17 +127,17 @@ class ModuleMemory:
 
     @staticmethod
     def _hold(owner: torch.nn.Module, kind: str, key: str, name: str, tensor: torch.Tensor) -> _Held:
-        problem = (
-            "is a meta tensor; load the engine's weights first"
+        found = (
+            ("has no data yet; load the engine's weights first", "a meta tensor")
             if tensor.is_meta
-            else "is not strided"
+            else ("is not strided; load it densely", str(tensor.layout))
             if tensor.layout != torch.strided
-            else f"is a {type(tensor).__name__} without storage of its own"
+            else ("has no storage of its own; load it without that wrapper", type(tensor).__name__)
             if hasattr(tensor, "__tensor_flatten__")
             else None
         )
-        if problem:
-            raise InvalidInputError(f"{problem}; the native loader needs plain tensors", key=name)
+        if found:
+            raise InvalidInputError(found[0], key=name, expected="a plain tensor of torch", found=found[1])
         return _Held(owner, kind, key, name, tensor, tensor.detach(), _shape_of(tensor))
 
     def place(self, tensor: torch.Tensor) -> Place | None:

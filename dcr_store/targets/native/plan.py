@@ -201,4 +201,6 @@ def _refused(fallbacks: Mapping[str, str]) -> InvalidInputError:
         + (f"; and {more} more" if more > 0 else "")
         + ". Nothing was written; allow the fallback to give it their values",
         key=next(iter(fallbacks)),
+        expected="copies of all its bits",
+        found=f"{len(fallbacks)} that are not copied so",
     )

@@ -54,6 +54,7 @@ def test_tensors_that_do_not_fit_are_named() -> None:
         "not in the version (give a mapping without them): 'other'; of another dtype or shape: "
         "'tied', which has dtype F32 and shape (4, 3) here, F32 and (3, 4) there, "
         "'b', which has dtype F16 and shape (6,) here, BF16 and (5,) there"
+        f" (expected {len(state())} tensors as in the version, found 4 that are not, {len(given)} in all)"
     )
     many = layout(*[(f"t{number}", "F32", (1,)) for number in range(9)])
     assert "missing here: 't0', 't1', 't2', 't3', 't4' and 4 more" in refusal({}, many)
