@@ -30,3 +30,20 @@ make_environment() {
   # Last, so that an installation that was interrupted is done again.
   echo "$wanted" >"$directory/stamp"
 }
+
+# make_engine_environment DIRECTORY PINNED: installs the checkout, editable, and an engine into DIRECTORY: exactly what
+# PINNED lists, whatever else its packages ask for; only torch brings what it needs.
+make_engine_environment() {
+  local directory=$1 pinned=$2 python wanted
+  wanted=$(cat pyproject.toml "$pinned" - <<<"$PWD" | cksum)
+  if [ "$(cat "$directory/stamp" 2>/dev/null)" = "$wanted" ]; then
+    return
+  fi
+  python=$(find_python)
+  echo "making $directory: a few minutes and some GB, once" >&2
+  rm -f "$directory/stamp"
+  "$python" -m venv --clear "$directory"
+  "$directory/bin/python" -m pip install -q --disable-pip-version-check "$(grep '^torch==' "$pinned")"
+  "$directory/bin/python" -m pip install -q --disable-pip-version-check --no-deps -r "$pinned" -e .
+  echo "$wanted" >"$directory/stamp"
+}

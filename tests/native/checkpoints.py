@@ -76,7 +76,7 @@ def assert_same(found: nn.Module, expected: nn.Module, but: tuple[str, ...] = ()
     have, want = octets(found), octets(expected)
     assert set(have) == set(want)
     different = [name for name in want if have[name] != want[name] and name.rpartition(".")[2] not in but]
-    assert different == []
+    assert different == [], f"different: {different}"
 
 
 def bringer(load_weights: LoadWeights, module: nn.Module, **options: Any) -> NativeBringer:
