@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Verbs = Any  # argparse's own type of sub-parsers is private
 STORE_VARIABLE: Final = "DCR_STORE"
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_NBYTES: Final = re.compile(r"([0-9]{1,18})(|[KMGT]iB)")
+_UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _CONSTANTS: Final = {"true": True, "false": False, "null": None}
 
 
@@ -63,6 +65,14 @@ def json_or_text(text: str) -> object:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def nbytes(text: str) -> int:
+    """Return a number of bytes, given as 1000000 or 200GiB; an argument type."""
+    match = _NBYTES.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected a number of bytes, as 1000000 or 200GiB, found {text!r}")
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def natural(text: str) -> int:

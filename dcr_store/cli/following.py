@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcr_store.cli import render
-from dcr_store.cli.arguments import Verbs, add_json, add_mode, add_store, directory_name, keep_of, natural, open_store
+from dcr_store.cli.arguments import Verbs, add_json, add_mode, add_store, directory_name, keep_of, nbytes, open_store
 from dcr_store.cli.output import json_to_stdout, one_line, to_stderr, to_stdout
+from dcr_store.errors import NotFoundError
+from dcr_store.format.names import version_number
 
 if TYPE_CHECKING:
     from dcr_store.errors import DcrError
     from dcr_store.receive.receiver import Receiver
     from dcr_store.receive.results import Applied
+    from dcr_store.store import Store
 
 
 def register(verbs: Verbs) -> None:
@@ -52,8 +55,8 @@ def register(verbs: Verbs) -> None:
     parser.add_argument(
         "--spool-bytes",
         metavar="N",
-        type=natural,
-        help="the most bytes to keep there (default: a tenth of the disk, 16 GiB at least)",
+        type=nbytes,
+        help="the most bytes to keep there, e.g. 20GiB (default: a tenth of the disk, 16 GiB at least)",
     )
     add_mode(parser)
     parser.add_argument(
@@ -83,7 +86,9 @@ def register(verbs: Verbs) -> None:
 
 def follow(arguments: argparse.Namespace) -> int:
     """Keep a directory at the newest version."""
-
+    if (arguments.group is None) != (arguments.name is None):
+        to_stderr("dcr: --group and --name go together; see: dcr follow --help")
+        return 2
     from dcr_store.receive.announcing import announcer
     from dcr_store.receive.copying import CopyBringer
 
@@ -131,7 +136,19 @@ def follow(arguments: argparse.Namespace) -> int:
             on_serving=None if hooks is None else hooks.on_serving,
             on_failure=failed,
         )
+        if arguments.once and arguments.group is None:
+            _require_version(store, receiver, arguments.until)
     return 0
+
+
+def _require_version(store: Store, receiver: Receiver, until: str | None) -> None:
+    """Refuse to call it a success that there is no such line, or not yet the version."""
+    active = receiver.active()
+    if active is None:
+        store.log(receiver.line)  # refuses a line that is not there beside others
+    if until is not None and (active is None or version_number(active.version) < version_number(until)):
+        found = "no version" if active is None else active.version
+        raise NotFoundError("the version is not there yet", key=until, expected=until, found=found)
 
 
 @contextmanager

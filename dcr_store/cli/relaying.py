@@ -6,13 +6,12 @@ import argparse
 import re
 from typing import Final
 
-from dcr_store.cli.arguments import Verbs, add_storage_options, directory_name
+from dcr_store.cli.arguments import Verbs, add_storage_options, directory_name, nbytes
 from dcr_store.cli.output import to_stderr, to_stdout
-from dcr_store.errors import StorageError
+from dcr_store.errors import NotFoundError, StorageError
+from dcr_store.format.names import STORE_KEY
 
 _ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/\s]+)):([0-9]{1,5})")
-_NBYTES: Final = re.compile(r"([0-9]{1,18})(|[KMGT]iB)")
-_UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def register(verbs: Verbs) -> None:
@@ -38,7 +37,7 @@ def register(verbs: Verbs) -> None:
     )
     parser.add_argument("--cache", metavar="DIR", type=directory_name, required=True, help="directory of the cache")
     parser.add_argument(
-        "--max-bytes", metavar="N", type=_nbytes, required=True, help="how much the cache keeps, e.g. 200GiB"
+        "--max-bytes", metavar="N", type=nbytes, required=True, help="how much the cache keeps, e.g. 200GiB"
     )
     parser.add_argument(
         "--access",
@@ -62,13 +61,6 @@ def _address(text: str) -> tuple[str, int]:
     if match is None or int(match[3]) > 65535:
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, found {text!r}")
     return match[1] or match[2], int(match[3])
-
-
-def _nbytes(text: str) -> int:
-    match = _NBYTES.fullmatch(text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"expected a number of bytes, as 1000000 or 200GiB, found {text!r}")
-    return int(match[1]) * _UNITS[match[2]]
 
 
 def relay(arguments: argparse.Namespace) -> int:
@@ -95,6 +87,10 @@ def relay(arguments: argparse.Namespace) -> int:
         arguments.tls_key,
     )
     upstreams = open_members(arguments.upstream, arguments.storage_options)
+    for upstream in upstreams:
+        # Not asked over a network: a relay starts, and serves what it has kept, while its upstream is away.
+        if arguments.access != "all" and upstream.is_local and upstream.size(STORE_KEY) is None:
+            raise NotFoundError("there is no store here to relay; create one with: dcr init STORE", key=upstream.url)
     if settings.token is None and host not in ("127.0.0.1", "::1", "localhost"):
         to_stderr("dcr: warning: everybody who can reach this relay can read the store; see --token-file")
 

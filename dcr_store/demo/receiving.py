@@ -19,6 +19,7 @@ from dcr_store.demo import child, policy
 from dcr_store.demo.drills import Strike
 from dcr_store.demo.recipe import Recipe
 from dcr_store.demo.sampling import roll_out
+from dcr_store.format.names import version_number
 from dcr_store.receive.receiver import Receiver
 from dcr_store.receive.results import Active, Applied, Prepared
 from dcr_store.store import Store
@@ -86,7 +87,7 @@ class Worker:
             applied=applied.to_json(),
             fingerprint=policy.fingerprint(model, directory),
         )
-        number = int(active.version.rpartition("@")[2])
+        number = version_number(active.version)
         paths = {}
         for share in self._parent.asked()["shares"]:
             rollouts = roll_out(model, self._recipe, number, share)

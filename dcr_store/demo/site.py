@@ -14,6 +14,7 @@ from dcr_store.demo.receiving import Job
 from dcr_store.demo.recipe import Recipe
 from dcr_store.demo.sampling import Rollouts, load
 from dcr_store.errors import DcrError
+from dcr_store.format.names import version_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Arrival:
 
 def number_of(version: str) -> int:
     """Return the number in ``line@number``."""
-    return int(version.rpartition("@")[2])
+    return version_number(version)
 
 
 class Site:

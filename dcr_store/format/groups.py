@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 from dcr_store.errors import FormatError
 from dcr_store.format import canonical
 from dcr_store.format.fields import Fields
-from dcr_store.format.names import VERSION, ack_prefix
+from dcr_store.format.names import VERSION, ack_prefix, version_number
 
 ADMISSIONS: Final = ("expected", "anyone")
 PROPOSING: Final = ("newest", "manual")
@@ -82,7 +82,7 @@ class GroupVersion:
     @property
     def number(self) -> int:
         """The number on the line."""
-        return int(self.version.rpartition("@")[2])
+        return version_number(self.version)
 
     @property
     def ref(self) -> VersionRoot:

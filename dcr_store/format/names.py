@@ -87,6 +87,11 @@ def version_name(line: str, number: int) -> str:
     return f"{line}@{number}"
 
 
+def version_number(version: str) -> int:
+    """Return the number in ``line@number``."""
+    return int(version.rpartition("@")[2])
+
+
 def layout_key(sha256: str) -> str:
     """Return the key of a layout."""
     return f"layouts/{sha256}.json"

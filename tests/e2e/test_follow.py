@@ -109,7 +109,6 @@ def test_mistakes(store: str, checkpoints: list[Path], tmp_path: Path) -> None:
     for arguments, expected in (
         ((foreign,), "no version of this store"),
         ((tmp_path / "node", "--until", "main"), "no version to follow the line until"),
-        ((tmp_path / "node", "--group", "eu"), "has a name"),
         ((tmp_path / "node", "--group", "eu", "--name", "r0"), "no group 'eu'"),
         ((tmp_path / "node", "--spool", Path(store) / "spool"), "is a store, or inside of one"),
         ((Path(store) / "node",), "is a store, or inside of one"),
@@ -153,3 +152,20 @@ def test_failures_are_told_and_survived(store: str, checkpoints: list[Path], tmp
     process.communicate(timeout=60)
     assert process.returncode == 0
     assert tree(node) == tree(checkpoints[1])
+
+
+def test_what_is_not_there_is_no_success(store: str, checkpoints: list[Path], tmp_path: Path) -> None:
+    node = tmp_path / "node"
+    code, _, err = dcr("follow", store, node, "--once", "--until", "main@0")
+    assert code == 1
+    assert "the version is not there yet (expected main@0, found no version)" in err
+    publish(store, checkpoints[0])
+    code, _, err = dcr("follow", store, node, "--once", "--until", "main@99")
+    assert code == 1
+    assert "the version is not there yet (expected main@99, found main@0)" in err
+    assert dcr("follow", store, node, "--once", "--until", "main@0")[0] == 0
+    code, _, err = dcr("follow", store, tmp_path / "other", "--once", "--line", "other")
+    assert code == 1
+    assert "has no version on line 'other'; other lines: main" in err
+    code, _, err = dcr("follow", store, node, "--name", "r1")
+    assert (code, err) == (2, "dcr: --group and --name go together; see: dcr follow --help\n")

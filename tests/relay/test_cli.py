@@ -106,6 +106,7 @@ def test_mistakes_are_one_line(
             ({"--cache": str(tmp_path / "other")}, 1, "another relay"),
             ({"--cache": str(tmp_path / "full")}, 1, "something else"),
             ({"--upstream": "ftp://x/y"}, 1, "ftp"),
+            ({"--upstream": str(tmp_path / "nowhere")}, 1, "no store here to relay"),
             ({"--storage-option": "key=x"}, 1, "none of"),
         ]:
             arguments = [word for pair in {**base, **change}.items() for word in pair]
