@@ -25,11 +25,14 @@ class Step:
         Whether the target may be brought there, and not only prepared.
     is_last : bool
         Whether there is nothing else to do, by what the store says now.
+    may_be_late : bool
+        Whether an earlier goal that is still being prepared may be reached first.
     """
 
     goal: Located | None
     may_apply: bool = True
     is_last: bool = True
+    may_be_late: bool = False
 
 
 class Decider(Protocol):
@@ -65,7 +68,7 @@ class Alone:
         held = keeper.held
         if at_most is not None and held is not None and held.line == keeper.line and held.row.version >= at_most:
             return Step(held)
-        return Step(keeper.head(at_most))
+        return Step(keeper.head(at_most), may_be_late=True)
 
     def prepared(self, goal: Located, prepared: Prepared) -> None:
         """Do nothing: nobody waits for it."""

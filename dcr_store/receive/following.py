@@ -63,6 +63,7 @@ class Follow:
         self._rests, self._retries, self._blocked = rests(), retries(), Blocked()
         self._unserved = Blocked()
         self._seen: object = None
+        self._begun: Located | None = None
         self._announced: Located | None = None
         self._told: Located | None = None
         self._serving: Located | None = None
@@ -92,7 +93,7 @@ class Follow:
     def _turn(self) -> float | None:
         """Go one step further; return the seconds to wait before the next one, None at the end."""
         self._check_store()
-        seen = self._keeper.look(serves=self._decider.serves)
+        seen = self._keeper.look(serves=self._decider.serves and self._hooks.on_applied is None)
         try:
             step = self._decider.next(self._keeper, self._at_most)
         except FencedError:
@@ -107,7 +108,8 @@ class Follow:
         if news != self._seen:
             self._seen = news
             self._rests.reset()
-        goal = step.goal
+        # Versions may come faster than one is prepared: the one begun is reached, and told of, first; or none would be.
+        goal = self._begun if step.may_be_late and self._begun is not None else step.goal
         if goal is None:
             return None if self._once else self._rests.next()
         if self._once and self._at_most is None:
@@ -125,15 +127,19 @@ class Follow:
             if self._once:
                 raise
             self._keeper.drop_preparation()
+            self._begun = None
             self._tell(error, self._blocked.add(goal.name, time.monotonic()))
             return self._rests.next()
 
     def _go(self, step: Step, goal: Located) -> float:
         """Prepare the goal and, if that may be, bring the target there."""
         if step.may_apply and same(self._keeper.held, goal):
-            checked = self._keeper.bring(goal)  # writes what is not as it should be, and mostly nothing is
+            checked = self._keeper.bring(
+                goal, serves=False
+            )  # writes what is not as it should be, and mostly nothing is
             self._untold = self._last = checked if checked.chunks_written else None
             return 0.0
+        self._begun = goal
         preparation = self._keeper.begin(goal)
         if preparation is None:
             if not step.may_apply:
@@ -144,26 +150,29 @@ class Follow:
             prepared = preparation.result()
         else:
             return 0.0
+        if not step.may_apply:
+            # Before any hook is called, which may take its time: all the others wait for this.
+            self._decider.prepared(goal, prepared)
         if not same(self._announced, goal):
             _call(self._hooks.on_prepared, prepared)
             self._announced = goal
         if step.may_apply:
             _call(self._hooks.on_applying, prepared)
-            self._untold = self._last = self._keeper.bring(goal)
+            self._untold = self._last = self._keeper.bring(goal, serves=False)
             self._blocked.clear()
-        else:
-            self._decider.prepared(goal, prepared)
         self._rests.reset()
         return 0.0
 
     def _arrive(self, goal: Located) -> None:
         """The target holds what it should: say so, once."""
-        self._keeper.serve()
+        self._begun = None  # whoever cannot be told of it is told of a newer one, if there is one by then
         if not same(self._told, goal):
             unchanged = Applied(goal.name, goal.row.root, goal.name, 0, 0, 0, 0, 0.0)
             told = self._untold
             _call(self._hooks.on_applied, told if told is not None and told.version == goal.name else unchanged)
             self._told, self._untold, self._announced = goal, None, None
+        # Not before: an engine computes with the version before until its hook has told it.
+        self._keeper.serve()
         self._decider.applied(goal)
         self._let_serve()
 

@@ -197,7 +197,8 @@ class Receiver:
     def active(self) -> Active | None:
         """Return the version that the target holds and may serve, to stamp rollouts with.
 
-        None while it is on its way, and until the first ``poll`` or ``follow``. Asks nobody. Until this receiver has
+        None while it is on its way, and until the first ``poll`` or ``follow``; with a hook ``on_applied``, until that
+        has returned. Asks nobody. Until this receiver has
         applied a version, or ``follow`` has looked at every bit, it is what the target says of itself.
         """
         return self._keeper.active

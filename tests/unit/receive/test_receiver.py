@@ -17,6 +17,7 @@ from states import law_step, tree, write_hf
 from watched import Watched
 
 import dcr_store
+from dcr_store import events
 from dcr_store.errors import ConflictError, DcrError, IntegrityError, InvalidInputError, NotFoundError, StorageError
 from dcr_store.format.documents import JournalEntry, ObjectRef
 from dcr_store.objects.open import open_objects
@@ -769,6 +770,72 @@ def test_a_store_that_is_replaced_is_noticed(
         assert result[0].key == "dcr.json"
         assert "replaced" in str(result[0])
         assert holds(tmp_path / "target", 0)
+
+
+def test_versions_that_come_faster_than_they_are_fetched(
+    store: Store, follower: Store, watched: Watched, tmp_path: Path
+) -> None:
+    """The one begun is reached before a newer one is: else a fast trainer would starve a slow link."""
+    commit(store, 0)
+    gate = threading.Event()
+
+    def slowly(method: str, key: str) -> None:
+        if method == "get" and f"main/{1:012d}-" in key and "/data/" in key and "/c/" in key:
+            gate.wait(20)
+
+    watched.before = slowly
+    told: list[str] = []
+    begun: list[str] = []
+
+    def note(event: events.Event) -> None:
+        if event.name == "receiver.prepare":
+            begun.append(event.detail)
+
+    with follower.receiver(tmp_path / "target") as receiver, events.listening(note):
+        thread, result = follow_in_thread(
+            receiver, until="main@2", on_applied=lambda applied: told.append(applied.version)
+        )
+        deadline = time.monotonic() + 20
+        while told != ["main@0"]:
+            assert time.monotonic() < deadline, result
+            time.sleep(0.01)
+        commit(store, 1)
+        while "main@1" not in begun:
+            assert time.monotonic() < deadline, result
+            time.sleep(0.01)
+        commit(store, 2)
+        while watched.count("get", "log/main/00000000000000000006.json") < 2:
+            assert time.monotonic() < deadline, watched.requests[-50:]
+            time.sleep(0.01)
+        gate.set()
+        thread.join(20)
+    assert told == ["main@0", "main@1", "main@2"]
+    assert holds(tmp_path / "target", 2)
+
+
+def test_a_version_is_active_once_the_hook_has_told_the_engine(store: Store, tmp_path: Path) -> None:
+    """Rollouts are stamped with it, and the engine computes with the version before until then."""
+    commit(store, 0)
+    seen: list[tuple[str, str | None]] = []
+    with store.receiver(tmp_path / "target") as receiver:
+
+        def tell(applied: Applied) -> None:
+            active = receiver.active()
+            seen.append((applied.version, None if active is None else active.version))
+            if len(seen) == 1:
+                raise StorageError("the engine is busy")
+
+        receiver.follow(until="main@0", on_applied=tell, on_failure=lambda *_: None)
+        assert receiver.active() == Active("main@0", store.show("main@0").info.root)
+        commit(store, 1)
+        receiver.follow(until="main@1", on_applied=tell)
+        assert receiver.active() == Active("main@1", store.show("main@1").info.root)
+    assert [version for version, _ in seen] == ["main@0", "main@0", "main@1"]
+    assert {active for _, active in seen} == {None}
+    with store.receiver(tmp_path / "target") as receiver:
+        receiver.follow(until="main@1", on_applied=tell)
+        assert seen[-1] == ("main@1", None), "who starts is told where it is"
+        assert receiver.active() is not None
 
 
 def test_a_store_that_is_away_for_a_while_is_waited_for(

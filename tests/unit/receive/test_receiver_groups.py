@@ -356,6 +356,25 @@ def test_step_by_step_the_group_is_asked_each_time(store: Store, tmp_path: Path)
     receiver.close()
 
 
+def test_a_slow_hook_does_not_hold_up_the_promotion(store: Store, tmp_path: Path) -> None:
+    store.create_group("eu", NAMES[:2])
+    commit(store, 0)
+    go = threading.Event()
+    called: list[str] = []
+
+    def slowly(prepared: Prepared) -> None:
+        called.append(prepared.version)
+        assert go.wait(20)
+
+    running = [Running(store, tmp_path / "r0", "r0", on_prepared=slowly), Running(store, tmp_path / "r1", "r1")]
+    wait_for(lambda: called == ["main@0"])
+    wait_for(lambda: active(store) == "main@0")
+    go.set()
+    for item in running:
+        wait_for(lambda item=item: ("serving", "main@0") in item.log)
+        item.stop()
+
+
 def test_what_a_target_says_of_itself_is_not_acknowledged(store: Store, tmp_path: Path) -> None:
     """Its marker says that it is at the active version, and bits were changed since."""
     store.create_group("eu", NAMES[:1])
