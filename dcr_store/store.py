@@ -223,9 +223,15 @@ class Store:
         intent = Intent(owner or default_owner(), message, told, base, takeover)
         flow = Flow(self._catalog, line, ahead_of)
         if (max_ahead is None) == bool(flow.groups):
-            raise InvalidInputError("max_ahead and ahead_of go together", key="max_ahead", found=max_ahead)
+            raise InvalidInputError(
+                "max_ahead and ahead_of go together",
+                key="max_ahead",
+                expected="both or neither",
+                found=f"max_ahead {max_ahead}, ahead_of {', '.join(flow.groups) or 'no group'}",
+            )
         if max_ahead is not None and (isinstance(max_ahead, bool) or not isinstance(max_ahead, int) or max_ahead < 1):
             raise InvalidInputError("is no distance", key="max_ahead", expected="1 or more", found=max_ahead)
+        flow.require_followers()
 
         def check(state: LineState) -> None:
             _check_base(state, base)
@@ -370,18 +376,19 @@ class Store:
         force : bool
             Also where the directory holds something that no version accounts for.
         """
-        goal = self._catalog.resolve("main" if version is None else version)
+        version = "main" if version is None else version
         if mode == "copy":
-            from dcr_store.receive.copying import pull_copy
+            from dcr_store.receive.copying import check_keep, pull_copy
 
-            return pull_copy(self._catalog, goal, directory, keep=1 if keep is None else keep, force=force)
+            keep = check_keep(1 if keep is None else keep)
+            return pull_copy(self._catalog, self._catalog.resolve(version), directory, keep=keep, force=force)
         if mode != "in-place":
             raise InvalidInputError("unknown mode", key="mode", expected="in-place or copy", found=repr(mode))
         if keep is not None:
             raise InvalidInputError("keeps no other versions", key="keep", expected="mode copy", found=repr(mode))
         from dcr_store.receive.pull import pull
 
-        return pull(self._catalog, goal, directory, force=force)
+        return pull(self._catalog, self._catalog.resolve(version), directory, force=force)
 
     def load_into(self, target: object, version: str = "main") -> PullResult:
         """Bring live tensors to a version, in place, whatever they hold; only what differs is fetched and written.

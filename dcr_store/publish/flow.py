@@ -20,14 +20,12 @@ _LONGEST_DELAY_S: Final = 0.5
 
 
 class Flow:
-    """Some groups, as a publisher of a line sees them.
+    """Some groups, as a publisher of a line sees them. Nothing is read before ``require_followers``.
 
     Raises
     ------
-    NotFoundError
-        If a group does not exist.
     InvalidInputError
-        If a group follows another line.
+        If `groups` are no names of groups.
     """
 
     def __init__(self, catalog: Catalog, line: str, groups: Iterable[str]) -> None:
@@ -39,13 +37,24 @@ class Flow:
             (GroupLog(catalog.objects, group, catalog.store_sha256), AckReader(catalog.objects, group))
             for group in self.groups
         ]
+
+    def require_followers(self) -> None:
+        """Refuse groups that do not follow the line.
+
+        Raises
+        ------
+        NotFoundError
+            If a group does not exist.
+        InvalidInputError
+            If a group follows another line.
+        """
         for log, _ in self._groups:
             state = log.existing()
-            if state.line != line:
+            if state.line != self.line:
                 raise InvalidInputError(
                     f"{log.name} does not follow the line that is published",
                     key=log.group,
-                    expected=line,
+                    expected=self.line,
                     found=state.line,
                 )
 

@@ -336,6 +336,7 @@ class Transaction:
                 expected="0 or more, and wait_for",
                 found=timeout_s,
             )
+        flow.require_followers()
         info = self._commit()
         flow.wait(self._pending.version, timeout_s)
         return info

@@ -102,7 +102,7 @@ class CopyBringer:
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 1, force: bool = False) -> None:
         self._directory = local_path(directory, "directory")
-        self._keep = _checked(keep)
+        self._keep = check_keep(keep)
         self._force = force
 
     def __repr__(self) -> str:
@@ -180,7 +180,7 @@ def pull_copy(
         If the store is damaged; names the key. What is current stays so.
     """
     started = time.perf_counter()
-    _checked(keep)
+    check_keep(keep)
     root = local_path(directory, "directory")
     refuse_inside_store(root, "the versions")
     contents = catalog.contents(goal)
@@ -233,7 +233,8 @@ def pull_copy(
     )
 
 
-def _checked(keep: int) -> int:
+def check_keep(keep: int) -> int:
+    """Return how many versions are kept, as given; ``InvalidInputError`` if it is no such number."""
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
         raise InvalidInputError("is no number of versions", key="keep", expected="0 or more", found=repr(keep))
     return keep

@@ -110,6 +110,8 @@ class TestWaiting:
         for wrong in (-1, "1"):
             with pytest.raises(InvalidInputError, match="timeout_s is how long"):
                 store.begin(takeover=True).commit(wait_for=["eu"], timeout_s=wrong)  # type: ignore[arg-type]
+            with pytest.raises(InvalidInputError, match="timeout_s is how long"):  # before us is looked for
+                store.begin(takeover=True).commit(wait_for=["us"], timeout_s=wrong)  # type: ignore[arg-type]
         with pytest.raises(InvalidInputError, match="timeout_s is how long"):
             store.begin(takeover=True).commit(timeout_s=1)
         assert store.log() == []
@@ -136,8 +138,9 @@ class TestRunningAhead:
     def test_what_is_asked_wrongly(self, store: Store) -> None:
         store.create_group("eu", ["a"])
         for options, says in (
-            ({"max_ahead": 1}, "go together"),
-            ({"ahead_of": ["eu"]}, "go together"),
+            ({"max_ahead": 1}, "go together .expected both or neither, found max_ahead 1, ahead_of no group"),
+            ({"ahead_of": ["eu", "us"]}, "go together .* found max_ahead None, ahead_of eu, us.$"),
+            ({"max_ahead": 0, "ahead_of": ["us"]}, "is no distance"),  # us does not exist: nothing is read before
             ({"max_ahead": 0, "ahead_of": ["eu"]}, "is no distance"),
             ({"max_ahead": "1", "ahead_of": ["eu"]}, "is no distance"),
             ({"max_ahead": True, "ahead_of": ["eu"]}, "is no distance"),

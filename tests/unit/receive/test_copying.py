@@ -470,10 +470,13 @@ class TestRefusals:
             pull(store, tmp_path / "out", 0)
 
     def test_options_of_the_other_mode(self, store: Store, tmp_path: Path) -> None:
-        with pytest.raises(InvalidInputError, match="keeps no other versions"):
-            store.pull(tmp_path / "out", keep=2)  # type: ignore[call-overload]
-        with pytest.raises(InvalidInputError, match="unknown mode"):
-            store.pull(tmp_path / "out", mode="clone")  # type: ignore[call-overload]
+        for version in (None, "main@99"):  # which is not looked for
+            with pytest.raises(InvalidInputError, match="keeps no other versions"):
+                store.pull(tmp_path / "out", version, keep=2)  # type: ignore[call-overload]
+            with pytest.raises(InvalidInputError, match="unknown mode"):
+                store.pull(tmp_path / "out", version, mode="clone")  # type: ignore[call-overload]
+            with pytest.raises(InvalidInputError, match="is no number of versions"):
+                store.pull(tmp_path / "out", version, mode="copy", keep=-1)
 
 
 def test_a_reader_sees_whole_versions_only(store: Store, checkpoints: list[Path], tmp_path: Path) -> None:
