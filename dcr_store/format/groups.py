@@ -5,7 +5,7 @@ Parsing checks form only; whether a record is legal at its place is ``log.group_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from dcr_store.errors import FormatError
@@ -334,6 +334,10 @@ class Ack:
     def file_name(self) -> str:
         """The last component of its key."""
         return f"{self.name}.{self.incarnation}.{self.subject.proposal:020d}.json"
+
+    def says_same(self, other: Ack) -> bool:
+        """Return whether `other` says the same of the same proposal by the same incarnation, from whatever base."""
+        return replace(self, base_root=None) == replace(other, base_root=None)
 
     def to_bytes(self) -> bytes:
         """Return the stored bytes: the same whenever the same is said, so that saying it twice changes nothing."""

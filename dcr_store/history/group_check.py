@@ -85,12 +85,12 @@ def _check_acks(catalog: Catalog, record: Promote, promoted: GroupVersion, resul
             data = catalog.objects.get(ack.key)
             canonical.check_sha256(data, ref.sha256, ack.key)
             found = Ack.from_bytes(data, ack.key)
-            if (found.name, found.incarnation, found.subject) != (ack.name, ack.incarnation, ack.subject):
+            if not found.says_same(ack):
                 raise IntegrityError(
                     "the acknowledgement says something else than its promotion needs",
                     key=ack.key,
-                    expected=promoted.version,
-                    found=found.subject.version,
+                    expected=ack,
+                    found=found,
                 )
             result.read.add(ack.key)
         except StorageError:

@@ -1,14 +1,14 @@
 """One group's log in an object store (docs/spec/v1.md §12): create, admit, drop, propose, withdraw, promote.
 
 Each act is decided on the prefix at whose length it is put; what is illegal there is refused with a ``ConflictError``
-that says what stands instead. Also reads acknowledgements: objects beside the log that count or do not.
+that says what stands instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from dcr_store import events
 from dcr_store.errors import ConflictError, FormatError, InvalidInputError, NotFoundError
@@ -16,7 +16,6 @@ from dcr_store.format import canonical
 from dcr_store.format.fields import Fields, now
 from dcr_store.format.groups import (
     LONGEST_REASON,
-    Ack,
     AckRef,
     Admit,
     Create,
@@ -32,7 +31,6 @@ from dcr_store.format.groups import (
 )
 from dcr_store.format.names import (
     LINE,
-    ack_prefix,
     check_group,
     check_line,
     check_member,
@@ -43,10 +41,7 @@ from dcr_store.format.names import (
 from dcr_store.log import group_fold
 from dcr_store.log.group_fold import GroupState
 from dcr_store.log.record_log import RecordLog
-from dcr_store.objects.threads import Threads
 from dcr_store.ports import ObjectStore
-
-_N_READERS: Final = 16
 
 
 def group_names(objects: ObjectStore) -> list[str]:
@@ -318,7 +313,7 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
         self.append(decide)
         return self.state
 
-    def _append_unless_done(self, decide: Any) -> GroupState:
+    def _append_unless_done(self, decide: Callable[[GroupState], GroupRecord]) -> GroupState:
         with contextlib.suppress(_AlreadyError):
             self.append(decide)
         return self.state
@@ -355,47 +350,3 @@ def read_checkpoint(objects: ObjectStore, group: str, store_sha256: str) -> Grou
         return state if (state.group, fields.text("store_sha256")) == (group, store_sha256) else None
     except FormatError:
         return None
-
-
-class AckReader:
-    """The acknowledgements of one group. Reads each object once: they never change."""
-
-    def __init__(self, objects: ObjectStore, group: str) -> None:
-        self._objects = objects
-        self._group = group
-        self._known: dict[str, tuple[GroupVersion, dict[str, AckRef]]] = {}
-
-    def read(self, kind: str, subject: GroupVersion, members: Mapping[str, str]) -> dict[str, AckRef]:
-        """Return the acknowledgements that count, by name: of this proposal, by these incarnations, with its root.
-
-        One listing, and one request for each acknowledgement not seen before. Foreign, late and damaged ones are
-        as good as missing.
-        """
-        before, known = self._known.get(kind, (subject, {}))
-        if before != subject:
-            known = {}
-        wanted = {
-            ack.key: ack for ack in (Ack(kind, self._group, name, found, subject) for name, found in members.items())
-        }
-        prefix = ack_prefix(self._group, subject.version, kind)
-        there = {prefix + name for name in self._objects.list_names(prefix)}
-        new = [ack for key, ack in wanted.items() if key in there and key not in known]
-        if len(new) < 2:
-            found = [self._look(ack) for ack in new]
-        else:
-            with Threads(min(len(new), _N_READERS)) as pool:
-                found = list(pool.map(self._look, new))
-        known.update({ack.key: ref for ack, ref in zip(new, found, strict=True) if ref is not None})
-        self._known[kind] = subject, known
-        return {ack.name: known[key] for key, ack in wanted.items() if key in known}
-
-    def _look(self, expected: Ack) -> AckRef | None:
-        try:
-            data = self._objects.get(expected.key)
-            found = Ack.from_bytes(data, expected.key)
-        except (NotFoundError, FormatError):
-            return None
-        same = (found.kind, found.group, found.name, found.incarnation, found.subject)
-        if same != (expected.kind, expected.group, expected.name, expected.incarnation, expected.subject):
-            return None
-        return AckRef(found.name, found.incarnation, canonical.sha256(data))

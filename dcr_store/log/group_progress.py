@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dcr_store.format.names import version_name
-from dcr_store.log.group import AckReader, GroupLog
+from dcr_store.log.acks import AckReader
+from dcr_store.log.group import GroupLog
 from dcr_store.log.group_fold import GroupState
 
 

@@ -11,7 +11,8 @@ from typing import Final
 
 from dcr_store.errors import InvalidInputError, LagError
 from dcr_store.format.names import check_group, version_name
-from dcr_store.log.group import AckReader, GroupLog
+from dcr_store.log.acks import AckReader
+from dcr_store.log.group import GroupLog
 from dcr_store.log.group_progress import Progress, read_progress
 from dcr_store.versions.catalog import Catalog
 

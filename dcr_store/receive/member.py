@@ -15,7 +15,8 @@ from dcr_store import events
 from dcr_store.errors import ConflictError, FencedError, IntegrityError
 from dcr_store.format.groups import Ack, GroupVersion, VersionRoot
 from dcr_store.format.names import check_member, new_incarnation
-from dcr_store.log.group import AckReader, GroupLog
+from dcr_store.log.acks import AckReader
+from dcr_store.log.group import GroupLog
 from dcr_store.log.group_fold import GroupState
 from dcr_store.versions.catalog import Catalog, Located
 
@@ -204,7 +205,7 @@ class Member:
         # Said twice it is the same object; a crash just before leaves it unsaid, just after, it counts for ever.
         if not self._catalog.objects.put_if_absent(ack.key, ack.to_bytes()):
             found = Ack.from_bytes(self._catalog.objects.get(ack.key), ack.key)
-            if (found.name, found.incarnation, found.subject) != (ack.name, ack.incarnation, ack.subject):
+            if not found.says_same(ack):
                 raise IntegrityError(
                     "another acknowledgement is stored in this place; delete it", key=ack.key, expected=ack, found=found
                 )

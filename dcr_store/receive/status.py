@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dcr_store.format.names import version_name
-from dcr_store.log.group import AckReader, GroupLog, group_names
+from dcr_store.log.acks import AckReader
+from dcr_store.log.group import GroupLog, group_names
 from dcr_store.log.group_progress import Progress, read_progress
 from dcr_store.versions.catalog import Catalog
 

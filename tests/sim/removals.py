@@ -17,11 +17,12 @@ from sim import objects
 
 from dcr_store.codec.digest import crc64, zeros_digest
 from dcr_store.errors import FencedError, OutcomeUnknownError
+from dcr_store.format.groups import AckRef
 from dcr_store.format.names import TransactionKeys, ack_prefix
 from dcr_store.format.records import Commit
 from dcr_store.layout.dtypes import width
 from dcr_store.log import fold, record_log
-from dcr_store.log.group import AckReader, AckRef
+from dcr_store.log.acks import AckReader
 from dcr_store.objects.retry import Backoff, TransientError
 from dcr_store.publish import committing, partitions, state, transaction
 from dcr_store.receive import deciding, pull

@@ -15,7 +15,8 @@ from dcr_store.errors import ConflictError, IntegrityError, InvalidInputError, N
 from dcr_store.format import canonical
 from dcr_store.format.groups import Ack, AckRef, GroupVersion, Policy
 from dcr_store.format.names import group_checkpoint_key, group_record_key
-from dcr_store.log.group import AckReader, GroupLog, group_names, read_checkpoint
+from dcr_store.log.acks import AckReader
+from dcr_store.log.group import GroupLog, group_names, read_checkpoint
 from dcr_store.log.group_fold import GroupState
 from dcr_store.log.group_progress import Progress, read_progress
 from dcr_store.objects.open import open_objects

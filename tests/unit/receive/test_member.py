@@ -337,10 +337,15 @@ def test_a_foreign_acknowledgement_in_our_place_is_named(store: Store, member: C
     from dcr_store.format.groups import Ack
 
     key = Ack("prepared", "eu", "a", a.incarnation, wanted).key
-    store._objects.put(key, Ack("prepared", "eu", "b", a.incarnation, wanted).to_bytes())
-    with pytest.raises(IntegrityError, match="another acknowledgement is stored in this place") as caught:
-        a.prepared(wanted, None, wanted.root)
-    assert caught.value.key == key
+    for foreign in (
+        Ack("prepared", "eu", "b", a.incarnation, wanted),
+        Ack("applied", "eu", "a", a.incarnation, wanted),
+        Ack("prepared", "us", "a", a.incarnation, wanted),
+    ):
+        store._objects.put(key, foreign.to_bytes())
+        with pytest.raises(IntegrityError, match="another acknowledgement is stored in this place") as caught:
+            a.prepared(wanted, None, wanted.root)
+        assert caught.value.key == key
 
 
 def test_said_again_with_another_base_the_first_counts(store: Store, member: Callable[..., Member]) -> None:
