@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -70,19 +70,7 @@ class CopyResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return {
-            "version": self.version,
-            "root": self.root,
-            "previous": self.previous,
-            "directory": self.directory,
-            "nbytes_fetched": self.nbytes_fetched,
-            "chunks_written": self.chunks_written,
-            "chunks_healed": self.chunks_healed,
-            "files_linked": self.files_linked,
-            "files_made": self.files_made,
-            "nbytes_needed": self.nbytes_needed,
-            "seconds": self.seconds,
-        }
+        return asdict(self)
 
 
 class CopyBringer:

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,7 @@ class PullResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return {
-            "version": self.version,
-            "root": self.root,
-            "previous": self.previous,
-            "nbytes_fetched": self.nbytes_fetched,
-            "chunks_written": self.chunks_written,
-            "chunks_healed": self.chunks_healed,
-            "seconds": self.seconds,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
