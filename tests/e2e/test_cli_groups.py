@@ -112,6 +112,9 @@ def test_the_life_of_a_group(shell: Shell, place: Path) -> None:
     assert found["members"][1]["doing"] == "was dropped: its rack\nburns"
     assert "was dropped: its rack\\nburns" in shell.text("group", place, "show", "eu")
     assert shell.document("group", place, "admit", "eu", "r3")["members"][2]["doing"] == "may come"
+    started(place, "r2")
+    found = shell.document("group", place, "show", "eu")
+    assert found["members"][1]["doing"] == "applies main@0", "what became of its earlier start is past"
 
 
 def test_status(shell: Shell, place: Path) -> None:
