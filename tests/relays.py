@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import pytest
 
-from dcr_store.objects.open import open_members
+from dcr_store.objects.open import open_upstreams
 from dcr_store.ports import ObjectStore
 
 pytest.importorskip("aiohttp")
@@ -45,7 +45,7 @@ class RelayThread:
 
         options = settings.pop("storage_options", None)
         urls = [upstream] if isinstance(upstream, str) else upstream
-        self._upstreams = open_members(urls, options) if isinstance(urls, Sequence) else [urls]
+        self._upstreams = open_upstreams(urls, options) if isinstance(urls, Sequence) else [urls]
         self._settings = Settings(
             **{"host": "127.0.0.1", "port": 0, "access": "all", **settings},
             directory=str(directory),

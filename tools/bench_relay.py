@@ -37,7 +37,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dcr_store.objects.open import open_members, open_objects
+from dcr_store.objects.open import open_objects, open_upstreams
 from dcr_store.objects.transfer import map_bounded
 from dcr_store.relay.serving import Settings, serving
 
@@ -128,7 +128,7 @@ def run_links(connection: Any, ups: Sequence[str], rate: float) -> None:
 def run_relay(connection: Any, upstream: str, directory: str) -> None:
     async def run() -> None:
         settings = Settings("127.0.0.1", 0, directory, 1 << 40)
-        async with serving(settings, open_members([upstream]), print) as url:
+        async with serving(settings, open_upstreams([upstream]), print) as url:
             connection.send(url)
             await until_told(connection)
 

@@ -66,7 +66,7 @@ def _address(text: str) -> tuple[str, int]:
 def relay(arguments: argparse.Namespace) -> int:
     """Serve until told to stop."""
     from dcr_store.objects.http_options import read_token
-    from dcr_store.objects.open import open_members
+    from dcr_store.objects.open import open_upstreams
 
     try:
         from dcr_store.relay.serving import Settings, run
@@ -86,7 +86,7 @@ def relay(arguments: argparse.Namespace) -> int:
         arguments.tls_cert,
         arguments.tls_key,
     )
-    upstreams = open_members(arguments.upstream, arguments.storage_options)
+    upstreams = open_upstreams(arguments.upstream, arguments.storage_options)
     for upstream in upstreams:
         # Not asked over a network: a relay starts, and serves what it has kept, while its upstream is away.
         if arguments.access != "all" and upstream.is_local and upstream.size(STORE_KEY) is None:

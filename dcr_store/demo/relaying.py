@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from dcr_store.demo import child
-from dcr_store.objects.open import open_members
+from dcr_store.objects.open import open_upstreams
 from dcr_store.relay.serving import Settings, run
 
 _CACHE_NBYTES = 1 << 30
@@ -17,7 +17,7 @@ def relay(parent: child.Parent, arguments: list[str]) -> None:
     settings = Settings("127.0.0.1", int(port), directory, _CACHE_NBYTES)
     run(
         settings,
-        open_members([url], None),
+        open_upstreams([url], None),
         lambda own: parent.tell(url=own),
         lambda message: print(message, file=sys.stderr),
     )

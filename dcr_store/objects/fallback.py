@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MEMBER_POLICY: Final = RetryPolicy(deadline_s=3.0, unreachable_s=0.5, first_delay_s=0.05, longest_delay_s=0.5)
+EACH_POLICY: Final = RetryPolicy(deadline_s=3.0, unreachable_s=0.5, first_delay_s=0.05, longest_delay_s=0.5)
 """How long one upstream is tried before the next one."""
 AWAY_S: Final = 10.0  # for which an upstream that failed is asked last
 WRONG_S: Final = 10.0  # for which an upstream is not asked again for an object of which it holds other bytes
@@ -51,8 +51,8 @@ class FallbackObjects:
 
     Parameters
     ----------
-    members : sequence of ObjectStore
-        In order of preference; at least one. They should give up soon (``MEMBER_POLICY``).
+    upstreams : sequence of ObjectStore
+        In order of preference; at least one. They should give up soon (``EACH_POLICY``).
     policy : RetryPolicy, optional
         How long all of them are tried.
     tell : callable, optional
@@ -62,19 +62,19 @@ class FallbackObjects:
     is_local = False
 
     def __init__(
-        self, members: Sequence[ObjectStore], policy: RetryPolicy | None = None, tell: Callable[[str], None] = _warn
+        self, upstreams: Sequence[ObjectStore], policy: RetryPolicy | None = None, tell: Callable[[str], None] = _warn
     ) -> None:
-        if not members:
+        if not upstreams:
             raise InvalidInputError("no upstream is given; give at least one URL")
-        self.members = tuple(members)
+        self.upstreams = tuple(upstreams)
         self._policy = policy or RetryPolicy()
         self._tell = tell
         self._lock = threading.Lock()
-        self._away: dict[int, float] = {}  # member → until when it is asked last
-        self._known: dict[int, str] = {}  # member → SHA-256 of its dcr.json
+        self._away: dict[int, float] = {}  # upstream → until when it is asked last
+        self._known: dict[int, str] = {}  # upstream → SHA-256 of its dcr.json
         self._wrong: OrderedDict[tuple[str, str], dict[int, tuple[str, float]]] = OrderedDict()
         self._last: int | None = None
-        self.url = ",".join(member.url for member in members)
+        self.url = ",".join(upstream.url for upstream in upstreams)
 
     # ------------------------------------------------------------------ which upstream
 
@@ -82,15 +82,15 @@ class FallbackObjects:
         now = time.monotonic()
         with self._lock:
             away = {number: until for number, until in self._away.items() if until > now}
-        return sorted(range(len(self.members)), key=lambda number: (away.get(number, 0.0), number))
+        return sorted(range(len(self.upstreams)), key=lambda number: (away.get(number, 0.0), number))
 
     def _failed(self, number: int, error: Exception) -> None:
         now = time.monotonic()
         with self._lock:
             is_new = self._away.get(number, 0.0) <= now
             self._away[number] = now + AWAY_S
-        if is_new and len(self.members) > 1:
-            self._tell(f"upstream {self.members[number].url} is passed by for {AWAY_S:.0f} s: {error}")
+        if is_new and len(self.upstreams) > 1:
+            self._tell(f"upstream {self.upstreams[number].url} is passed by for {AWAY_S:.0f} s: {error}")
 
     def _turn_to(self, number: int) -> None:
         """Prepare to ask an upstream; raise if it cannot be one of those used before."""
@@ -107,31 +107,31 @@ class FallbackObjects:
 
     def _doubt_after(self, last: int | None, number: int) -> None:
         """Doubt an upstream after another one: it may still give answers that are older than what that one told."""
-        if last is not None and last != number and isinstance(member := self.members[number], _Doubted):
-            member.doubt(DOUBT_S)
+        if last is not None and last != number and isinstance(upstream := self.upstreams[number], _Doubted):
+            upstream.doubt(DOUBT_S)
 
     def doubt(self, for_s: float) -> None:
         """Pass a reader's doubt on; see ``HttpObjects.doubt``."""
-        for member in self.members:
-            if isinstance(member, _Doubted):
-                member.doubt(for_s)
+        for upstream in self.upstreams:
+            if isinstance(upstream, _Doubted):
+                upstream.doubt(for_s)
 
     def _check_same(self, number: int) -> None:
         """Raise ``InvalidInputError`` if an upstream is of another store than those used before.
 
         ``StorageError`` if it holds none, while another one does: nothing may be put there, and nothing be missing.
         """
-        if len(self.members) == 1 or number in self._known:
+        if len(self.upstreams) == 1 or number in self._known:
             return
         try:
-            found = hashlib.sha256(self.members[number].get(_STORE_KEY)).hexdigest()
+            found = hashlib.sha256(self.upstreams[number].get(_STORE_KEY)).hexdigest()
         except NotFoundError:
             found = None
         with self._lock:
             for other, known in self._known.items():
                 if found is None:
                     raise StorageError(
-                        f"{self.members[number].url} holds no store, and {self.members[other].url} does; give only "
+                        f"{self.upstreams[number].url} holds no store, and {self.upstreams[other].url} does; give only "
                         "ways to one store",
                         key=_STORE_KEY,
                         expected=known,
@@ -139,8 +139,8 @@ class FallbackObjects:
                     )
                 if known != found:
                     raise InvalidInputError(
-                        f"upstreams {self.members[other].url} and {self.members[number].url} are of different stores; "
-                        "give only ways to one store",
+                        f"upstreams {self.upstreams[other].url} and {self.upstreams[number].url} are of different "
+                        "stores; give only ways to one store",
                         key=_STORE_KEY,
                         expected=known,
                         found=found,
@@ -168,7 +168,7 @@ class FallbackObjects:
         for number in self._order():
             try:
                 self._turn_to(number)
-                answer = call(self.members[number])
+                answer = call(self.upstreams[number])
             except NotFoundError as error:
                 if not is_immutable:
                     self._works(number)
@@ -208,12 +208,12 @@ class FallbackObjects:
         check_key(key)
         check_range(key, start, stop)
 
-        def fetch(member: ObjectStore) -> bytes:
-            data = member.get(key, start, stop, sha256=sha256)
-            if sha256 is not None and start == 0 and stop is None and not isinstance(member, Streamed):
+        def fetch(upstream: ObjectStore) -> bytes:
+            data = upstream.get(key, start, stop, sha256=sha256)
+            if sha256 is not None and start == 0 and stop is None and not isinstance(upstream, Streamed):
                 found = hashlib.sha256(data).hexdigest()
                 if found != sha256:
-                    raise IntegrityError(f"{member.url} holds other bytes", key=key, expected=sha256, found=found)
+                    raise IntegrityError(f"{upstream.url} holds other bytes", key=key, expected=sha256, found=found)
             return data
 
         is_known = sha256 is not None
@@ -227,55 +227,45 @@ class FallbackObjects:
         check_key(key)
 
         def attempt() -> None:
-            self._try_all(lambda member: member.put(key, data), is_write=True)
+            self._try_all(lambda upstream: upstream.put(key, data), is_write=True)
 
         retrying(self._policy, "put", key, attempt)
 
     def put_if_absent(self, key: str, data: Bytes) -> bool:
-        """Create an object, atomically and durably, unless the key is taken.
-
-        Returns
-        -------
-        bool
-            True if the key now holds exactly `data`, put there by this call (also when its answer was lost);
-            False if it holds something else.
-
-        Raises
-        ------
-        OutcomeUnknownError
-            No answer that tells, until the deadline.
-        """
+        """Create an object unless the key is taken; see ``dcr_store.ports.ObjectStore``."""
         check_key(key)
         body = flat(data)
         return resolving(
             self._policy,
             key,
             body,
-            lambda: self._try_all(lambda member: member.put_if_absent(key, body), is_write=True),
-            lambda: self._try_all(lambda member: member.get(key)),
+            lambda: self._try_all(lambda upstream: upstream.put_if_absent(key, body), is_write=True),
+            lambda: self._try_all(lambda upstream: upstream.get(key)),
         )
 
     def list(self, prefix: str) -> dict[str, int]:
         """Return key → nbytes of every object whose key starts with `prefix`."""
         check_prefix(prefix)
-        return retrying(self._policy, "list", prefix, lambda: self._try_all(lambda member: member.list(prefix)))
+        return retrying(self._policy, "list", prefix, lambda: self._try_all(lambda upstream: upstream.list(prefix)))
 
     def list_names(self, prefix: str) -> Sequence[str]:
         """Return the sorted next path components below `prefix`."""
         check_prefix(prefix)
-        return retrying(self._policy, "list", prefix, lambda: self._try_all(lambda member: member.list_names(prefix)))
+        return retrying(
+            self._policy, "list", prefix, lambda: self._try_all(lambda upstream: upstream.list_names(prefix))
+        )
 
     def size(self, key: str) -> int | None:
         """Return an object's nbytes, or None if there is none."""
         check_key(key)
-        return retrying(self._policy, "look up", key, lambda: self._try_all(lambda member: member.size(key)))
+        return retrying(self._policy, "look up", key, lambda: self._try_all(lambda upstream: upstream.size(key)))
 
     def delete(self, key: str) -> None:
         """Delete an object; one that does not exist is no error."""
         check_key(key)
 
         def attempt() -> None:
-            self._try_all(lambda member: member.delete(key), is_write=True)
+            self._try_all(lambda upstream: upstream.delete(key), is_write=True)
 
         retrying(self._policy, "delete", key, attempt)
 
@@ -309,7 +299,7 @@ class FallbackObjects:
             for number in self._without_wrong(key, sha256):
                 try:
                     self._turn_to(number)
-                    for piece in blocks(self.members[number], key, sha256, nbytes, past=past):
+                    for piece in blocks(self.upstreams[number], key, sha256, nbytes, past=past):
                         digest.update(piece)
                         nbytes += len(piece)
                         sources.add(number)
@@ -354,7 +344,7 @@ class FallbackObjects:
         return self._wrong_error(number, key, sha256, found)
 
     def _wrong_error(self, number: int, key: str, sha256: str, found: str) -> IntegrityError:
-        return IntegrityError(f"{self.members[number].url} holds other bytes", key=key, expected=sha256, found=found)
+        return IntegrityError(f"{self.upstreams[number].url} holds other bytes", key=key, expected=sha256, found=found)
 
     def _wrong_ones(self, key: str, sha256: str) -> dict[int, tuple[str, float]]:
         now = time.monotonic()
@@ -366,15 +356,15 @@ class FallbackObjects:
         wrong = self._wrong_ones(key, sha256)
         left = [number for number in self._order() if number not in wrong]
         if not left:
-            names = " and ".join(self.members[number].url for number in wrong)
+            names = " and ".join(self.upstreams[number].url for number in wrong)
             found, _ = next(iter(wrong.values()))
             raise IntegrityError(f"{names} holds other bytes", key=key, expected=sha256, found=found)
         return left
 
     def close(self) -> None:
         """Close connections."""
-        for member in self.members:
-            close = getattr(member, "close", None)
+        for upstream in self.upstreams:
+            close = getattr(upstream, "close", None)
             if close is not None:
                 close()
 

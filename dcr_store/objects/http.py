@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dcr_store.ports import Bytes
 
 TIMEOUTS_S: Final = (20.0, 60.0)  # longest silence of a relay that reads, and of one that passes a write upward
-MEMBER_TIMEOUTS_S: Final = (8.0, 20.0)  # the same where there is another way
+EACH_TIMEOUTS_S: Final = (8.0, 20.0)  # the same where there is another way
 BLOCK_NBYTES: Final = 1 << 18
 _SUCCESS: Final = (200, 201, 204, 206)
 _RETRIED: Final = {408, 425, 429, 502, 503, 504}  # of whatever stands before a relay
@@ -221,19 +221,7 @@ class HttpObjects:
         retrying(self._policy, "put", key, lambda: self._put_once("put", key, body, {}))
 
     def put_if_absent(self, key: str, data: Bytes) -> bool:
-        """Create an object, atomically and durably, unless the key is taken.
-
-        Returns
-        -------
-        bool
-            True if the key now holds exactly `data`, put there by this call (also when its answer was lost);
-            False if it holds something else.
-
-        Raises
-        ------
-        OutcomeUnknownError
-            No answer that tells, until the deadline.
-        """
+        """Create an object unless the key is taken; see ``dcr_store.ports.ObjectStore``."""
         check_key(key)
         body = flat(data)
         return resolving(

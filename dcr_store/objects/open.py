@@ -69,36 +69,36 @@ def open_objects(
         return _open_one(text, storage_options, retry)
     from dcr_store.objects.fallback import FallbackObjects
 
-    return FallbackObjects(open_members(urls, storage_options), retry)
+    return FallbackObjects(open_upstreams(urls, storage_options), retry)
 
 
-def open_members(urls: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> list[ObjectStore]:
+def open_upstreams(urls: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> list[ObjectStore]:
     """Return the object stores at several URLs of one store, each of which gives up soon, for ``FallbackObjects``."""
-    from dcr_store.objects.fallback import MEMBER_POLICY
+    from dcr_store.objects.fallback import EACH_POLICY
 
     options = dict(storage_options or {})
     for_relays = {name: options.pop(name) for name in list(options) if name.startswith("relay_")}
     takers: dict[str, dict[str, Any]] = {"http://": for_relays, "https://": for_relays, "s3://": options}
-    members, taken = [], []
+    upstreams, taken = [], []
     for url in [one for several in urls for one in _NEXT_URL.split(several)]:
         scheme = _SCHEME.match(url)
         own = takers.get(scheme[0].lower()) if scheme else None
         taken.append(own)
-        members.append(_open_one(url, own, MEMBER_POLICY, is_member=True))
+        upstreams.append(_open_one(url, own, EACH_POLICY, is_one_of_several=True))
     for own in (for_relays, options):
         if own and not any(own is other for other in taken):
             raise InvalidInputError(f"none of {', '.join(urls)} takes the storage options {sorted(own)}")
-    return members
+    return upstreams
 
 
 def _open_one(
-    text: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy | None, *, is_member: bool = False
+    text: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy | None, *, is_one_of_several: bool = False
 ) -> ObjectStore:
     text = _SCHEME.sub(lambda match: match[0].lower(), text)
     if text.startswith(_RELAYED):
-        from dcr_store.objects.http import MEMBER_TIMEOUTS_S, TIMEOUTS_S, HttpObjects
+        from dcr_store.objects.http import EACH_TIMEOUTS_S, TIMEOUTS_S, HttpObjects
 
-        return HttpObjects(text, storage_options, retry, MEMBER_TIMEOUTS_S if is_member else TIMEOUTS_S)
+        return HttpObjects(text, storage_options, retry, EACH_TIMEOUTS_S if is_one_of_several else TIMEOUTS_S)
     if ":" not in text and not text.startswith("~") and not storage_options:
         return LocalObjects(str(Path(text).absolute()), retry)
     from fsspec.core import split_protocol

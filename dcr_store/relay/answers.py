@@ -28,7 +28,7 @@ Value = bytes | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptAnswer:
     value: Value
     until: float
 
@@ -54,7 +54,7 @@ class Answers:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._kept: OrderedDict[Name, _Kept] = OrderedDict()
+        self._kept: OrderedDict[Name, _KeptAnswer] = OrderedDict()
         self._nbytes = 0
         self._asking: dict[Name, _Asking] = {}
         self._seen: OrderedDict[Name, bytes] = OrderedDict()
@@ -106,7 +106,7 @@ class Answers:
         if self._is_news(name, digest):
             self._forget(lambda other, kept: kept is None or kept.until < math.inf)
         if is_current and (value is None or len(value) <= _LONGEST_NBYTES):
-            self._keep(name, _Kept(value, math.inf if is_final and value is not None else since + FRESH_S))
+            self._keep(name, _KeptAnswer(value, math.inf if is_final and value is not None else since + FRESH_S))
         return value
 
     def _is_news(self, name: Name, found: bytes) -> bool:
@@ -116,7 +116,7 @@ class Answers:
             self._seen.popitem(last=False)
         return found != before
 
-    def _keep(self, name: Name, kept: _Kept) -> None:
+    def _keep(self, name: Name, kept: _KeptAnswer) -> None:
         self._drop(name)
         self._kept[name] = kept
         self._nbytes += kept.nbytes
@@ -132,7 +132,7 @@ class Answers:
         """Forget what concerns a key that was written or deleted, or may have been."""
         self._forget(lambda name, _: name[1] == key or (name[0] in ("list", "names") and key.startswith(name[1])))
 
-    def _forget(self, concerns: Callable[[Name, _Kept | None], bool]) -> None:
+    def _forget(self, concerns: Callable[[Name, _KeptAnswer | None], bool]) -> None:
         for name in [name for name, kept in self._kept.items() if concerns(name, kept)]:
             self._drop(name)
         for name in [name for name in self._asking if concerns(name, None)]:

@@ -37,7 +37,7 @@ _PARTS: Final = {"lock", "objects", "arriving"}
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptFile:
     nbytes: int
     is_proven: bool
 
@@ -123,7 +123,7 @@ class Cache:
         self._directory = Path(directory)
         self._max_nbytes = max_nbytes
         self._guard = threading.Lock()
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # by name, the least recently used first
+        self._kept: OrderedDict[str, _KeptFile] = OrderedDict()  # by name, the least recently used first
         self.nbytes = 0
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ class Cache:
                 if _FILE.fullmatch(path.name) and path == self._path(path.name) and stat.S_ISREG(status.st_mode):
                     found.append((status.st_mtime_ns, path.name, status.st_size))
         for _, name, nbytes in sorted(found):
-            self._kept[name] = _Kept(nbytes, is_proven=False)
+            self._kept[name] = _KeptFile(nbytes, is_proven=False)
             self.nbytes += nbytes
         with self._guard:
             self._evict()
@@ -190,13 +190,13 @@ class Cache:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def open(self, key: str, sha256: str, *, doubted: bool = False) -> BinaryIO | None:
+    def open(self, key: str, sha256: str, *, past: bool = False) -> BinaryIO | None:
         """Return a kept object, open to be read, or None. It stays readable if it is dropped meanwhile.
 
         Parameters
         ----------
         key, sha256 : str
-        doubted : bool
+        past : bool
             Whether it is to be compared again in any case.
         """
         name = _name(key, sha256)
@@ -212,7 +212,7 @@ class Cache:
             return None
         with contextlib.suppress(OSError):
             os.utime(file.fileno())  # the next run's order
-        if doubted or not kept.is_proven:
+        if past or not kept.is_proven:
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                 file.close()
                 self._drop(name)
@@ -246,7 +246,7 @@ class Cache:
         with self._guard:
             before = self._kept.pop(name, None)
             self.nbytes += arriving.nbytes - (before.nbytes if before else 0)
-            self._kept[name] = _Kept(arriving.nbytes, is_proven=True)
+            self._kept[name] = _KeptFile(arriving.nbytes, is_proven=True)
             self._evict()
 
     def discard(self, arriving: Arriving) -> None:

@@ -155,13 +155,11 @@ class Relay:
         sha256 = request.headers.get("Dcr-Sha256")
         if sha256 is not None and not _SHA256.fullmatch(sha256):
             raise _RefusedError(400, "invalid-input", "Dcr-Sha256 is no SHA-256: 64 lower-case hex digits")
-        past = "no-cache" in request.headers.get("Cache-Control", "")
+        past = self._asks_past(request)
         start, stop = _range(request)
         if sha256 is None:
             if self._answers_nbytes > ANSWERS_NBYTES:
                 raise _RefusedError(503, "busy", "the relay holds as many answers as it can; repeat")
-            if past:
-                self._upstream.doubt(1.0)
             if not _has_range(request):
                 value = await self._answers.give(
                     ("get", key), lambda: self._read(key, 0, None), is_final=rules.is_final(key), past=past
@@ -172,7 +170,7 @@ class Relay:
             if flight := self._flights.find(key, sha256):
                 return await self._pass_on(request, flight, start, stop)
             n_landed = self._flights.n_landed
-            file = await self._run(self._disk, lambda: self._cache.open(key, sha256, doubted=past))
+            file = await self._run(self._disk, lambda: self._cache.open(key, sha256, past=past))
             # While the disk was asked the object may have begun to arrive, and may even have arrived.
             if file is not None or n_landed == self._flights.n_landed:
                 break
@@ -184,6 +182,13 @@ class Relay:
         # From a place on: somebody's transfer broke off elsewhere, and others may come with other places.
         flight = self._flights.find(key, sha256) or self._flights.begin(key, sha256, past=past)
         return await self._pass_on(request, flight, start, stop)
+
+    def _asks_past(self, request: web.BaseRequest) -> bool:
+        """Return whether a request is to be answered past caches; those on the way upward are then doubted as well."""
+        past = "no-cache" in request.headers.get("Cache-Control", "")
+        if past and "Dcr-Sha256" not in request.headers:
+            self._upstream.doubt(1.0)
+        return past
 
     async def _get_range(
         self, request: web.BaseRequest, key: str, start: int, stop: int | None, past: bool
@@ -279,7 +284,7 @@ class Relay:
             flight.leave()
 
     async def _head(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
-        past = "no-cache" in request.headers.get("Cache-Control", "")
+        past = self._asks_past(request)
 
         def ask() -> Value:
             nbytes = self._upstream.size(key)
@@ -289,7 +294,7 @@ class Relay:
         return web.Response(headers={**_HEADERS, "Content-Length": nbytes.decode()})
 
     async def _list(self, request: web.BaseRequest, kind: str, prefix: str) -> web.StreamResponse:
-        past = "no-cache" in request.headers.get("Cache-Control", "")
+        past = self._asks_past(request)
 
         def ask() -> Value:
             if kind == "list":
@@ -371,7 +376,7 @@ class Relay:
     def status(self) -> dict[str, Any]:
         """Return what ``/v1/status`` tells."""
         return {
-            "upstream": [member.url for member in self._upstream.members],
+            "upstream": [each.url for each in self._upstream.upstreams],
             "access": self._access,
             "cached_objects": len(self._cache),
             "cached_nbytes": self._cache.nbytes,

@@ -141,7 +141,7 @@ def test_a_hung_relay_is_given_up(
     """Cut off without a word: the next one is asked after the longest silence."""
     from dcr_store.objects import http
 
-    monkeypatch.setattr(http, "MEMBER_TIMEOUTS_S", (0.5, 0.5))
+    monkeypatch.setattr(http, "EACH_TIMEOUTS_S", (0.5, 0.5))
     with (
         RelayProcess(str(published[0]), directory=tmp_path / "1") as hung,
         RelayProcess(str(published[0]), directory=tmp_path / "2") as well,

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -148,8 +148,8 @@ def test_an_object_that_arrives_while_the_disk_is_asked_is_not_fetched_again(
     looked, arrived = threading.Event(), threading.Event()
     open_kept = Cache.open
 
-    def slow(self: Cache, key: str, digest: str, *, doubted: bool = False) -> BinaryIO | None:
-        found = open_kept(self, key, digest, doubted=doubted)
+    def slow(self: Cache, key: str, digest: str, *, past: bool = False) -> BinaryIO | None:
+        found = open_kept(self, key, digest, past=past)
         if not looked.is_set():
             looked.set()
             assert arrived.wait(30)
@@ -445,6 +445,26 @@ def test_answers_never_go_back_in_time(relay: RelayThread, upstream: Watched) ->
         while objects.get(hint) != str(i + 1).encode():
             time.sleep(0.01)
         assert objects.get(record) == b"{}"
+
+
+def test_a_doubt_is_passed_upward(relay: RelayThread, upstream: Watched, tmp_path: Path) -> None:
+    """Who comes from another relay is told nothing older by those two levels up either."""
+    upstream.put("a/b", b"1")
+    with RelayThread(relay.url, tmp_path / "below") as below:
+        objects = HttpObjects(below.url)
+        objects.doubt(30)
+        calls: list[tuple[str, Callable[[], object]]] = [
+            ("get", lambda: objects.get("a/b")),
+            ("get", lambda: objects.get("a/b", 0, 1)),
+            ("size", lambda: objects.size("a/b")),
+            ("list", lambda: objects.list("a/")),
+            ("list_names", lambda: objects.list_names("a/")),
+        ]
+        for name, call in calls:
+            before = upstream.count(name)
+            for _ in range(3):
+                call()
+            assert upstream.count(name) == before + 3, name
 
 
 # ---------------------------------------------------------------------- wrong bytes
