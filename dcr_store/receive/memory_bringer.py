@@ -141,6 +141,11 @@ class StateDictBringer:
             outcome = None
             if previous is not None and previous.row.layout == goal.row.layout:
                 outcome = _go_on(catalog, goal, previous, target, fetcher)
+            if outcome is not None and outcome.chunks_healed:
+                # Where a chunk was not what it should have been, those that were not looked at may not be either.
+                events.reached("memory.distrusted", f"{outcome.chunks_healed} chunks")
+                rest, _ = _heal(catalog, goal, list(self._tried.values()), target, fetcher)
+                outcome, previous = _sum(outcome, rest), None
             if outcome is None:
                 outcome, previous = _heal(catalog, goal, list(self._tried.values()), target, fetcher)
         finally:
@@ -196,6 +201,14 @@ def _go_on(
     except IntegrityError as error:
         events.reached("memory.distrusted", str(error))
         return None
+
+
+def _sum(one: Outcome, other: Outcome) -> Outcome:
+    return Outcome(
+        one.nbytes_fetched + other.nbytes_fetched,
+        one.chunks_written + other.chunks_written,
+        one.chunks_healed + other.chunks_healed,
+    )
 
 
 def _heal(

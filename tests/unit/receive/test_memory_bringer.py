@@ -230,11 +230,12 @@ def test_what_torch_is_not_told_of(catalog: Catalog) -> None:
     bringer = StateDictBringer(arrays)
     bringer.bring(catalog, version(catalog, 2), None)
     arrays["a"][3, :5] ^= 9
+    arrays["c"][300] ^= 1  # in a chunk that no version changes
     seen: list[str] = []
     with events.listening(lambda event: seen.append(event.name)):
         outcome = bringer.bring(catalog, version(catalog, 3), None)
     assert "memory.distrusted" in seen, "chunks that change are proven on the way"
-    assert outcome.chunks_healed in (1, 2)
+    assert outcome.chunks_healed in (2, 3)
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, STATES[3][name].numpy())
     arrays["c"][300] ^= 1
