@@ -8,34 +8,40 @@ token to anybody.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import hmac
 import json
 import re
-import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, Final
 
 from aiohttp import web
 
-from dcr_store.errors import (
-    DcrError,
-    IntegrityError,
-    InvalidInputError,
-    NotFoundError,
-    OutcomeUnknownError,
-    StorageError,
-)
+from dcr_store.errors import DcrError, NotFoundError
 from dcr_store.objects.fallback import FallbackObjects
-from dcr_store.objects.keys import check_key, check_prefix
-from dcr_store.objects.retry import is_transient
+from dcr_store.objects.keys import check_key
 from dcr_store.relay import rules
 from dcr_store.relay.answers import Answers, Value
 from dcr_store.relay.cache import Cache
 from dcr_store.relay.flights import Flight, Flights
+from dcr_store.relay.wire import (
+    HEADERS,
+    RefusedError,
+    beyond_end,
+    content_range,
+    cut,
+    cutting,
+    decoded,
+    forbidden,
+    found_value,
+    has_range,
+    json_answer,
+    prefix_of,
+    range_of,
+    refusal,
+)
 
 N_TRANSFERS: Final = 32
 N_QUESTIONS: Final = 32
@@ -46,17 +52,7 @@ SILENCE_S: Final = 60.0  # longest wait for more of a body, and for a client to 
 LEFT_S: Final = 1.0  # after which it is asked whether a client that waits is still there
 FILE_NBYTES: Final = 1 << 20
 _OBJECTS: Final = "/v1/objects/"
-_RANGE: Final = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
-_HEADERS: Final = {"Dcr-Relay": "1"}
-
-
-class _RefusedError(Exception):
-    """An answer that is an error."""
-
-    def __init__(self, status: int, kind: str, message: str, facts: dict[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.message, self.facts = status, kind, message, facts or {}
 
 
 class Relay:
@@ -102,18 +98,18 @@ class Relay:
         self._counts["requests"] += 1
         try:
             return await self._answer(request)
-        except _RefusedError as refused:
+        except RefusedError as refused:
             found = refused
         except DcrError as error:
-            found = _refusal(error)
+            found = refusal(error)
         except ConnectionError:
             return web.Response()  # to nobody: the client has left, or was cut off
         except Exception as error:
             self._tell(f"unexpected {type(error).__name__}: {error}; please report it")
-            found = _RefusedError(500, "storage", "the relay failed")
+            found = RefusedError(500, "storage", "the relay failed")
         self._counts["refused"] += 1
         body = {"error": found.kind, "message": found.message, **found.facts}
-        headers = {**_HEADERS, "Dcr-Error": found.kind}
+        headers = {**HEADERS, "Dcr-Error": found.kind}
         if found.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return web.Response(
@@ -123,10 +119,10 @@ class Relay:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         self._check_token(request)
         if self._is_stopping:
-            raise _RefusedError(503, "busy", "the relay is being stopped; repeat")
+            raise RefusedError(503, "busy", "the relay is being stopped; repeat")
         path, _, query = request.raw_path.partition("?")
         if path.startswith(_OBJECTS):
-            key = _decoded(path.removeprefix(_OBJECTS))
+            key = decoded(path.removeprefix(_OBJECTS))
             check_key(key)
             if request.method == "GET":
                 return await self._get(request, key)
@@ -137,34 +133,34 @@ class Relay:
             if request.method == "DELETE":
                 return await self._delete(key)
         elif request.method == "GET" and path in ("/v1/list", "/v1/names"):
-            return await self._list(request, path.removeprefix("/v1/"), _prefix(query))
+            return await self._list(request, path.removeprefix("/v1/"), prefix_of(query))
         elif request.method == "GET" and path == "/v1/status":
-            return _json(self.status())
-        raise _RefusedError(400, "invalid-input", f"there is no {request.method} of this path; see docs/spec/relay.md")
+            return json_answer(self.status())
+        raise RefusedError(400, "invalid-input", f"there is no {request.method} of this path; see docs/spec/relay.md")
 
     def _check_token(self, request: web.BaseRequest) -> None:
         if self._token is None:
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if scheme != "Bearer" or not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token):
-            raise _RefusedError(401, "token", "the token is missing or wrong")
+            raise RefusedError(401, "token", "the token is missing or wrong")
 
     # ------------------------------------------------------------------ reading
 
     async def _get(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
         sha256 = request.headers.get("Dcr-Sha256")
         if sha256 is not None and not _SHA256.fullmatch(sha256):
-            raise _RefusedError(400, "invalid-input", "Dcr-Sha256 is no SHA-256: 64 lower-case hex digits")
+            raise RefusedError(400, "invalid-input", "Dcr-Sha256 is no SHA-256: 64 lower-case hex digits")
         past = self._asks_past(request)
-        start, stop = _range(request)
+        start, stop = range_of(request)
         if sha256 is None:
             if self._answers_nbytes > ANSWERS_NBYTES:
-                raise _RefusedError(503, "busy", "the relay holds as many answers as it can; repeat")
-            if not _has_range(request):
+                raise RefusedError(503, "busy", "the relay holds as many answers as it can; repeat")
+            if not has_range(request):
                 value = await self._answers.give(
                     ("get", key), lambda: self._read(key, 0, None), is_final=rules.is_final(key), past=past
                 )
-                return await self._send(request, _found(value))
+                return await self._send(request, found_value(value))
             return await self._get_range(request, key, start, stop, past)
         while True:
             if flight := self._flights.find(key, sha256):
@@ -194,7 +190,7 @@ class Relay:
         self, request: web.BaseRequest, key: str, start: int, stop: int | None, past: bool
     ) -> web.StreamResponse:
         name = ("range", key, str(start), str(stop))
-        value = _found(await self._answers.give(name, lambda: self._read(key, start, stop), past=past))
+        value = found_value(await self._answers.give(name, lambda: self._read(key, start, stop), past=past))
         return await self._send(request, value, start)
 
     def _read(self, key: str, start: int, stop: int | None) -> Value:
@@ -205,13 +201,13 @@ class Relay:
 
     async def _send(self, request: web.BaseRequest, value: bytes, start: int | None = None) -> web.StreamResponse:
         """Send what is in memory: whole, or as the range from `start` on."""
-        response = web.StreamResponse(headers={**_HEADERS, "Content-Length": str(len(value))})
+        response = web.StreamResponse(headers={**HEADERS, "Content-Length": str(len(value))})
         if start is not None:
-            response.headers.update(_content_range(start, len(value)))
+            response.headers.update(content_range(start, len(value)))
             response.set_status(206)
         self._answers_nbytes += len(value)
         try:
-            with _cutting(request):
+            with cutting(request):
                 await response.prepare(request)
                 for at in range(0, len(value), FILE_NBYTES):
                     await self._send_piece(response, value[at : at + FILE_NBYTES])
@@ -230,20 +226,20 @@ class Relay:
     ) -> web.StreamResponse:
         nbytes = file.seek(0, 2)
         end = nbytes if stop is None else min(stop, nbytes)
-        response = web.StreamResponse(headers={**_HEADERS, "Content-Length": str(max(0, end - start))})
-        if _has_range(request):
-            response.headers.update(_content_range(start, end - start))
+        response = web.StreamResponse(headers={**HEADERS, "Content-Length": str(max(0, end - start))})
+        if has_range(request):
+            response.headers.update(content_range(start, end - start))
             response.set_status(206)
         self._counts["from_cache"] += 1
         file.seek(start)
-        with _cutting(request):
+        with cutting(request):
             await response.prepare(request)
             while start < end:
                 piece = await self._run(self._disk, functools.partial(_read_piece, file, min(FILE_NBYTES, end - start)))
                 if not piece:
                     self._tell(f"{key}: its copy on disk cannot be read to its end, and is dropped")
                     await self._run(self._disk, lambda: self._cache.drop(key, sha256))
-                    raise _cut(request)
+                    raise cut(request)
                 await self._send_piece(response, piece)
                 start += len(piece)
             await response.write_eof()
@@ -260,15 +256,15 @@ class Relay:
                     pass
             if not await _begun(request, flight, start):
                 _raise(flight)
-                if _has_range(request):
-                    raise _beyond_end()
-            response = web.StreamResponse(status=206 if _has_range(request) else 200, headers=_HEADERS)
+                if has_range(request):
+                    raise beyond_end()
+            response = web.StreamResponse(status=206 if has_range(request) else 200, headers=HEADERS)
             end = flight.nbytes if stop is None else min(stop, flight.nbytes)
             if flight.is_done and flight.error is None:
                 response.content_length = end - start
             else:
                 response.enable_chunked_encoding()
-            with _cutting(request):
+            with cutting(request):
                 await response.prepare(request)
                 while (stop is None or start < end) and await flight.beyond(start):
                     piece = flight.read(start)
@@ -277,7 +273,7 @@ class Relay:
                     await self._send_piece(response, piece)
                     start += len(piece)
                 if flight.error is not None:
-                    raise _cut(request)
+                    raise cut(request)
                 await response.write_eof()
             return response
         finally:
@@ -290,8 +286,8 @@ class Relay:
             nbytes = self._upstream.size(key)
             return None if nbytes is None else str(nbytes).encode()
 
-        nbytes = _found(await self._answers.give(("size", key), ask, past=past))
-        return web.Response(headers={**_HEADERS, "Content-Length": nbytes.decode()})
+        nbytes = found_value(await self._answers.give(("size", key), ask, past=past))
+        return web.Response(headers={**HEADERS, "Content-Length": nbytes.decode()})
 
     async def _list(self, request: web.BaseRequest, kind: str, prefix: str) -> web.StreamResponse:
         past = self._asks_past(request)
@@ -301,60 +297,60 @@ class Relay:
                 return json.dumps({"keys": self._upstream.list(prefix)}).encode()
             return json.dumps({"names": list(self._upstream.list_names(prefix))}).encode()
 
-        found = _found(await self._answers.give((kind, prefix), ask, past=past))
-        return web.Response(headers=_HEADERS, body=found, content_type="application/json")
+        found = found_value(await self._answers.give((kind, prefix), ask, past=past))
+        return web.Response(headers=HEADERS, body=found, content_type="application/json")
 
     # ------------------------------------------------------------------ writing
 
     async def _put(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
         condition = request.headers.get("If-None-Match")
         if condition not in (None, "*"):
-            raise _RefusedError(400, "invalid-input", "If-None-Match can only be *")
+            raise RefusedError(400, "invalid-input", "If-None-Match can only be *")
         sha256 = request.headers.get("Dcr-Sha256")
         allowed = rules.may_create(self._access, key) if condition else rules.may_overwrite(self._access, key, sha256)
         if not allowed:
-            raise _forbidden(self._access, key)
+            raise forbidden(self._access, key)
         nbytes = request.content_length
         if nbytes is None or request.headers.get("Content-Encoding"):
-            raise _RefusedError(400, "invalid-input", "a put needs Content-Length, and takes no Content-Encoding")
+            raise RefusedError(400, "invalid-input", "a put needs Content-Length, and takes no Content-Encoding")
         longest = rules.longest_body_nbytes(self._access)
         if nbytes > longest:
-            raise _RefusedError(413, "too-large", f"the body has {nbytes} bytes, and this relay takes up to {longest}")
+            raise RefusedError(413, "too-large", f"the body has {nbytes} bytes, and this relay takes up to {longest}")
         body = bytearray()
         try:
             while piece := await self._body_piece(request, len(body)):
                 body += piece
                 self._bodies_nbytes += len(piece)
             if hashlib.sha256(body).hexdigest() != sha256:
-                raise _RefusedError(400, "digest", "the body is not the one that Dcr-Sha256 speaks of; nothing was put")
+                raise RefusedError(400, "digest", "the body is not the one that Dcr-Sha256 speaks of; nothing was put")
             if condition is None:
                 await self._write(key, lambda: self._upstream.put(key, body))
-                return web.Response(status=200, headers=_HEADERS)
+                return web.Response(status=200, headers=HEADERS)
             if problem := rules.body_problem(self._access, key, bytes(body)):
-                raise _RefusedError(403, "forbidden", f"access {self._access} creates no such object: {problem}")
+                raise RefusedError(403, "forbidden", f"access {self._access} creates no such object: {problem}")
             if await self._write(key, lambda: self._upstream.put_if_absent(key, body)):
-                return web.Response(status=201, headers=_HEADERS)
-            raise _RefusedError(412, "occupied", "the key holds something else")
+                return web.Response(status=201, headers=HEADERS)
+            raise RefusedError(412, "occupied", "the key holds something else")
         finally:
             self._bodies_nbytes -= len(body)
 
     async def _body_piece(self, request: web.BaseRequest, n_arrived: int) -> bytes:
         """Return more of a body, b"" at its end; refuse one that does not come, or for which there is no room."""
         if self._bodies_nbytes >= BODIES_NBYTES:
-            raise _RefusedError(503, "busy", "the relay holds as many bodies as it can; nothing was put, repeat")
+            raise RefusedError(503, "busy", "the relay holds as many bodies as it can; nothing was put, repeat")
         try:
             async with asyncio.timeout(SILENCE_S):
                 return await request.content.readany()
         except TimeoutError:
             message = f"no more of the body after {n_arrived} bytes and {SILENCE_S:.0f} s; nothing was put, repeat"
-            raise _RefusedError(503, "busy", message) from None
+            raise RefusedError(503, "busy", message) from None
 
     async def _delete(self, key: str) -> web.StreamResponse:
         if not rules.may_delete(self._access):
-            raise _forbidden(self._access, key)
+            raise forbidden(self._access, key)
         await self._write(key, lambda: self._upstream.delete(key))
         await self._run(self._disk, lambda: self._cache.drop_key(key))
-        return web.Response(status=204, headers=_HEADERS)
+        return web.Response(status=204, headers=HEADERS)
 
     async def _write(self, key: str, write: Callable[[], Any]) -> Any:
         async def written() -> Any:
@@ -397,61 +393,6 @@ class Relay:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _decoded(text: str) -> str:
-    try:
-        return urllib.parse.unquote_to_bytes(text).decode("utf-8", "strict")
-    except UnicodeDecodeError as error:
-        raise _RefusedError(400, "invalid-input", "the key is not UTF-8") from error
-
-
-def _prefix(query: str) -> str:
-    name, equals, value = query.partition("=")
-    if name != "prefix" or not equals or "&" in value:
-        raise _RefusedError(400, "invalid-input", "a listing needs ?prefix=… and nothing else")
-    prefix = _decoded(value)
-    check_prefix(prefix)
-    return prefix
-
-
-def _has_range(request: web.BaseRequest) -> bool:
-    return "Range" in request.headers
-
-
-def _range(request: web.BaseRequest) -> tuple[int, int | None]:
-    text = request.headers.get("Range")
-    if text is None:
-        return 0, None
-    match = _RANGE.fullmatch(text)
-    if match is None or (match[2] and int(match[2]) < int(match[1])):
-        raise _RefusedError(400, "invalid-input", "Range can only be bytes=A-B or bytes=A-")
-    return int(match[1]), int(match[2]) + 1 if match[2] else None
-
-
-def _content_range(start: int, nbytes: int) -> dict[str, str]:
-    if nbytes <= 0:
-        raise _beyond_end()
-    return {"Content-Range": f"bytes {start}-{start + nbytes - 1}/*"}
-
-
-def _beyond_end() -> _RefusedError:
-    return _RefusedError(416, "range", "the range begins at or after the end of the object")
-
-
-def _found(value: Value) -> bytes:
-    if value is None:
-        raise _RefusedError(404, "not-found", "no such object")
-    return value
-
-
-def _json(document: dict[str, Any]) -> web.Response:
-    return web.Response(headers=_HEADERS, body=json.dumps(document).encode(), content_type="application/json")
-
-
-def _raise(flight: Flight) -> None:
-    if flight.error is not None:
-        raise flight.error
-
-
 async def _begun(request: web.BaseRequest, flight: Flight, position: int) -> bool:
     """Wait as ``flight.beyond``; give up when the client has left meanwhile, so that no transfer waits for nobody."""
     while True:
@@ -463,22 +404,6 @@ async def _begun(request: web.BaseRequest, flight: Flight, position: int) -> boo
                 raise ConnectionResetError("the client has left") from None
 
 
-def _cut(request: web.BaseRequest) -> Exception:
-    """Break the connection off, so that the client cannot take what it has for the whole."""
-    if request.transport is not None:
-        request.transport.abort()
-    return ConnectionResetError("the transfer failed")
-
-
-@contextlib.contextmanager
-def _cutting(request: web.BaseRequest) -> Iterator[None]:
-    """Break the connection off where sending an answer fails: a second answer would count as the rest of the first."""
-    try:
-        yield
-    except Exception as error:
-        raise _cut(request) from error
-
-
 def _read_piece(file: BinaryIO, nbytes: int) -> bytes:
     try:
         return file.read(nbytes)
@@ -486,23 +411,6 @@ def _read_piece(file: BinaryIO, nbytes: int) -> bytes:
         return b""
 
 
-def _forbidden(access: str, key: str) -> _RefusedError:
-    return _RefusedError(403, "forbidden", f"this relay passes no such write on: its access is {access}", {"key": key})
-
-
-def _refusal(error: DcrError) -> _RefusedError:
-    """Return the answer that stands for an error of ours, or of upstream."""
-    facts = {"key": error.key, "expected": error.expected, "found": error.found}
-    known = {name: str(value) for name, value in facts.items() if value is not None}
-    text = str(error.args[0])
-    if isinstance(error, InvalidInputError):
-        return _RefusedError(400, "invalid-input", text, known)
-    if isinstance(error, NotFoundError):
-        return _RefusedError(404, "not-found", text, known)
-    if isinstance(error, OutcomeUnknownError):
-        return _RefusedError(504, "outcome-unknown", text, known)
-    if isinstance(error, IntegrityError):
-        return _RefusedError(502, "integrity", text, known)
-    if isinstance(error, StorageError) and is_transient(error):
-        return _RefusedError(503, "busy", text, known)
-    return _RefusedError(500, "storage", text, known)
+def _raise(flight: Flight) -> None:
+    if flight.error is not None:
+        raise flight.error

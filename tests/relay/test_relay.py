@@ -205,7 +205,7 @@ def test_the_cache_outlives_restarts_and_kills(tmp_path: Path, upstream: Watched
     data = secrets.token_bytes(2 * MIB)
     for key in ("a", "b"):
         store.put(key, data + key.encode())
-    with RelayProcess(str(tmp_path / "store"), directory=tmp_path / "cache") as relay:
+    with RelayProcess(str(tmp_path / "store"), directory=tmp_path / "cache", arguments=["--access", "all"]) as relay:
         for key in ("a", "b"):
             assert open_objects(relay.url).get(key, sha256=sha256(data + key.encode()))
         relay.kill()
@@ -213,7 +213,7 @@ def test_the_cache_outlives_restarts_and_kills(tmp_path: Path, upstream: Watched
     (torn,) = (tmp_path / "cache" / "objects").glob(f"*/{sha256(data + b'b')}-*")
     torn.write_bytes(bytes(torn.stat().st_size))
     (tmp_path / "cache" / "arriving" / secrets.token_hex(16)).write_bytes(b"half")
-    with RelayProcess(str(tmp_path / "store"), directory=tmp_path / "cache") as relay:
+    with RelayProcess(str(tmp_path / "store"), directory=tmp_path / "cache", arguments=["--access", "all"]) as relay:
         assert list((tmp_path / "cache" / "arriving").iterdir()) == []
         objects = open_objects(relay.url)
         for key in ("a", "b"):
