@@ -119,7 +119,7 @@ def test_mistakes(store: str, checkpoints: list[Path], tmp_path: Path) -> None:
         assert err.startswith("dcr: ")
         assert err.count("\n") == 1
     assert tree(foreign) == before
-    assert dcr("follow", store, tmp_path / "node", "--spool-bytes", "0")[0] == 2
+    assert dcr("follow", store, tmp_path / "node", "--spool-bytes", "10KB")[0] == 2
     assert not (tmp_path / "node").exists()
 
 
