@@ -584,7 +584,7 @@ def test_version_and_help_import_no_store() -> None:
 
 
 def test_every_document_of_the_store_validates(store: Path) -> None:
-    """Against schema/, with every schema used."""
+    """Against schema/, with every schema used; those of groups are where groups are made."""
     schemas = {path.stem: json.loads(path.read_text("utf-8")) for path in (ROOT / "schema").glob("*.json")}
     registry: Registry[Any] = Registry().with_resources(
         (schema["$id"], Resource.from_contents(schema)) for schema in schemas.values()
@@ -607,7 +607,7 @@ def test_every_document_of_the_store_validates(store: Path) -> None:
         canonical = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
         assert data == canonical, path
         used.add(name)
-    assert used >= set(schemas) - {"defs", "log-checkpoint"}
+    assert used >= {name for name in schemas if not name.startswith("group-")} - {"defs", "log-checkpoint"}
 
 
 def _place(parts: tuple[str, ...]) -> tuple[str, ...]:

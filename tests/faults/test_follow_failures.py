@@ -87,8 +87,8 @@ def test_every_call_of_a_follower_fails(
         failures = run(failing)
         n_told += bool(failures)
         assert all(error.key for error in failures)
-        if lasting:
-            assert failures, at
+        if lasting and failing.failed:  # how often a follower looks before it is done depends on the time
+            assert failures, (at, failing.failed)
     assert n_told > 3
 
 

@@ -241,7 +241,7 @@ def test_paths_and_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    "url", ["", "http://example.com/x", "gs://bucket/x", "simplecache::s3://bucket/x", "zip://x", "x\0y"]
+    "url", ["", "ftp://example.com/x", "gs://bucket/x", "simplecache::s3://bucket/x", "zip://x", "x\0y"]
 )
 def test_other_protocols_are_refused(url: str) -> None:
     with pytest.raises(InvalidInputError):
