@@ -99,7 +99,8 @@ def overwrite_nbytes(base: U16, new: U16) -> int:
     positions, _ = chunk.find_changes(base, new)
     if not len(positions):
         return 0
-    with_planes = sparse.encode_gaps(positions, np.full(len(positions), 1, np.uint16))[2]
+    gaps, k, _ = sparse.find_gaps(positions)
+    _, with_planes = sparse.encode_gaps(gaps, k, np.full(len(positions), 1, np.uint16))
     out = bytearray()
     values.append_planes(out, new[positions], values.choose_rotation(new[positions]))
     codes = bytearray()

@@ -6,7 +6,9 @@
     python tools/bench_store.py --cases
 
 Every figure stands beside a memcpy of the same run and the same number of threads; where other processes disturb a
-run, its processor time (of all threads, for a GB of weights) says more than its speed. The state is BF16, in memory,
+run, its processor time (of all threads, for a GB of weights) says more than its speed. The targets of single stages
+were set on a machine whose memcpy does 13.3 GB/s on one core; where it does less, they are as much lower, for what
+reads all weights and writes almost nothing is as fast as the memory. The state is BF16, in memory,
 and changes like in training (bench_codec.py says how); ``--real`` takes a directory of safetensors files, in the order
 of their names. Files go below TMPDIR, the store too unless ``--store`` names an empty place (an S3 endpoint comes from
 the usual AWS variables). ``--memory`` publishes and pulls through the command line and watches the anonymous memory of
@@ -60,6 +62,7 @@ CHUNK_NBYTES = 2 * CHUNK
 BLOCK = 32 * CHUNK  # elements that are made by the law; the rest of a state is the same, shifted
 MIB = 1 << 20
 SMALL_NBYTES = 256 * MIB
+MEMCPY_OF_TARGETS = 13.3e9  # bytes a second, one thread
 DELTA = get_codec("dcr.delta")
 
 
@@ -164,7 +167,9 @@ class Stages:
         if target is None:
             self.report.add(*cells)
         else:
-            self.report.add(*cells, target=f">= {target:g} GB/s", met=speed.wall >= target * 1e9)
+            wanted = target * min(1.0, self.memcpy[1].wall / MEMCPY_OF_TARGETS)
+            text = f">= {wanted:.2g} GB/s" + (f" (of {target:g})" if wanted < target else "")
+            self.report.add(*cells, target=text, met=speed.wall >= wanted * 1e9)
 
     def chunks(self, base: U16, new: U16, n_threads_tried: list[int]) -> dict[tuple[str, int], Speed]:
         """Measure everything that works chunk by chunk; return the speeds of encoding as publish does it."""

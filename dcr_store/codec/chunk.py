@@ -37,7 +37,6 @@ HEADER_NBYTES: Final = 8
 # From this share of non-zero elements on they may be an anchor's bits, for which dense is best.
 _DENSE_FROM: Final = 0.95
 _SAMPLE: Final = 1 << 12
-_BLOCK_NBYTES: Final = 1 << 19  # with the base's block it stays in the L2 cache
 
 
 def encode(mask: Bits, base: Bits | None = None) -> bytes:
@@ -238,19 +237,8 @@ def compare(base: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, int]:
     digest : int
         CRC-64/NVME of `new`, which must be C-contiguous.
     """
-    base, new = _checked_pair(base, new)
-    engine = kernels.engine(new.nbytes)
-    step = _BLOCK_NBYTES // new.dtype.itemsize
-    found: list[NDArray[np.uint32]] = []
-    masks: list[Bits] = []
-    digest = 0
-    for start in range(0, max(1, len(new)), step):
-        block = new[start : start + step]
-        positions, values = engine.find_changes(base[start : start + step], block)
-        found.append(positions + np.uint32(start))
-        masks.append(values)
-        digest = crc64(block, digest)
-    return np.concatenate(found), np.concatenate(masks), digest
+    positions, masks = find_changes(base, new)
+    return positions, masks, crc64(new)
 
 
 def _checked_pair(base: Bits, new: Bits) -> tuple[Bits, Bits]:
@@ -267,9 +255,10 @@ def _checked_pair(base: Bits, new: Bits) -> tuple[Bits, Bits]:
 def _encode_sparse(positions: NDArray[np.uint32], values: Bits, n_elements: int) -> bytes:
     if not len(positions):
         return _header(ZERO, values.dtype.itemsize, 0, 0, n_elements)
-    if sparse.suits_bitmap(len(positions), sparse.count_occupied(positions)):
+    gaps, k, n_occupied = sparse.find_gaps(positions)
+    if sparse.suits_bitmap(len(positions), n_occupied):
         return _encode_bitmap(kernels.engine().pack_flags(positions, n_elements), values, n_elements)
-    k, mode, body = sparse.encode_gaps(positions, values)
+    mode, body = sparse.encode_gaps(gaps, k, values)
     if len(body) < values.dtype.itemsize * n_elements:
         return _header(SPARSE, values.dtype.itemsize, k, mode, n_elements) + body
     mask = np.zeros(n_elements, values.dtype)

@@ -36,6 +36,7 @@ class Engine(Protocol):
 
     def find_changes(self, base: Bits, new: Bits) -> tuple[U32, Bits]: ...  # noqa: D102
     def find_nonzero(self, mask: Bits) -> tuple[U32, Bits]: ...  # noqa: D102
+    def find_gaps(self, positions: U32, typical: int, max_k: int) -> tuple[U32, int, int]: ...  # noqa: D102
     def split_gaps(self, gaps: U32, k: int) -> tuple[U8, U8]: ...  # noqa: D102
     def join_gaps(self, high: U8, low: U8, n: int, k: int) -> tuple[U32, int]: ...  # noqa: D102
     def pack_flags(self, positions: U32, n_elements: int) -> U8: ...  # noqa: D102

@@ -29,6 +29,7 @@ __all__ = [
     "count_escapes",
     "find_changes",
     "find_flags",
+    "find_gaps",
     "find_nonzero",
     "join_gaps",
     "join_planes",
@@ -72,20 +73,28 @@ def _find(bits: Bits, base: U64, base_step: int, rest: Bits) -> tuple[U32, Bits]
     n_rest = len(rest)
     positions = np.empty(len(bits) + 8, np.uint32)
     masks = np.empty(len(bits) + 8, bits.dtype)
-    kernel = _kernel(_find_in_words, "uint64", "uint64", "", "uint32 out", bits.dtype.name + " out")
+    kernel = _kernel(_find_in_words, "uint64", "uint64", "", "uint32 out", _name(bits) + " out")
     n = kernel(bits[: len(bits) - n_rest].view(np.uint64), base, base_step, positions, masks)
-    lanes = rest.nonzero()[0]
-    positions[n : n + len(lanes)] = lanes + (len(bits) - n_rest)
-    masks[n : n + len(lanes)] = rest[lanes]
-    n += len(lanes)
+    if n_rest:
+        lanes = rest.nonzero()[0]
+        positions[n : n + len(lanes)] = lanes + (len(bits) - n_rest)
+        masks[n : n + len(lanes)] = rest[lanes]
+        n += len(lanes)
     return positions[:n].copy(), masks[:n].copy()
+
+
+def find_gaps(positions: U32, typical: int, max_k: int) -> tuple[U32, int, int]:
+    """Return the gaps before ascending positions, and what their coding is chosen by."""
+    gaps = np.empty(len(positions), np.uint32)
+    k, n_occupied = _kernel(_find_gaps, "uint32", "", "", "uint32 out")(positions, typical, max_k, gaps)
+    return gaps, k, n_occupied
 
 
 def split_gaps(gaps: U32, k: int) -> tuple[U8, U8]:
     """Split gaps into bytes with carries of what is above their `k` low bits, and the bit planes of these."""
-    n_high = _kernel(_count_gap_bytes, "uint32", "")(gaps, k)
-    high, low = np.empty(n_high, np.uint8), np.zeros(k * -(-len(gaps) // 8), np.uint8)
-    _kernel(_split_gaps, "uint32", "", "uint8 out", "uint8 out")(gaps, k, high, low)
+    high: U8
+    low: U8
+    high, low = _kernel(_split_gaps, "uint32", "")(gaps, k)
     return high, low
 
 
@@ -117,25 +126,30 @@ def spread(bitmap: U8, values: Bits, out: Bits) -> None:
     elif len(values) == len(out):
         out[:] = values
     else:
-        _kernel(_spread, "uint8", out.dtype.name, out.dtype.name + " out")(bitmap, values, out)
+        _kernel(_spread, "uint8", _name(out), _name(out) + " out")(bitmap, values, out)
 
 
 def pack_values(values: Bits) -> tuple[U8, Bits]:
     """Return the packed 2-bit codes of values, and the values that have none."""
     if not values.flags.aligned:
         return kernels_numpy.pack_values(values)
-    codes = np.zeros(-(-len(values) // 4), np.uint8)
+    codes = np.empty(-(-len(values) // 4), np.uint8)
     escaped = np.empty(len(values) + 1, values.dtype)
-    n = _kernel(_pack_values, values.dtype.name, "uint8 out", values.dtype.name + " out")(values, codes, escaped)
+    n = _kernel(_pack_values, _name(values), "uint8 out", _name(values) + " out")(values, codes, escaped)
     return codes, escaped[:n]
 
 
 def xor_at(bits: Bits, positions: U32, values: Bits) -> None:
     """XOR values into `bits`, of any stride, at ascending, distinct positions, in place."""
     if bits.flags.aligned and bits.flags.c_contiguous:
-        _kernel(_xor_at, "uint32", bits.dtype.name, bits.dtype.name + " out")(positions, values, bits)
+        _kernel(_xor_at, "uint32", _name(bits), _name(bits) + " out")(positions, values, bits)
     else:
         kernels_numpy.xor_at(bits, positions, values)
+
+
+def _name(bits: Bits) -> str:
+    """Return the name of an array's dtype; NumPy takes longer to make it up than a short kernel runs."""
+    return f"uint{8 * bits.itemsize}"
 
 
 def _kernel(function: Callable[..., Any], *arguments: str) -> Callable[..., Any]:
@@ -219,28 +233,47 @@ def _find_in_words(bits: U64, base: U64, base_step: int, positions: U32, masks: 
     return n
 
 
-def _count_gap_bytes(gaps: U32, k: int) -> Any:
-    n = np.int64(len(gaps))
+def _find_gaps(positions: U32, typical: int, max_k: int, gaps: U32) -> Any:
+    gaps[0] = positions[0]
+    n_occupied = 1
+    for i in range(1, len(positions)):
+        gaps[i] = positions[i] - positions[i - 1] - np.uint32(1)
+        n_occupied += (positions[i] >> np.uint32(3)) != (positions[i - 1] >> np.uint32(3))
+    for k in range(max_k):
+        below = np.uint32(typical) << np.uint32(k)
+        n_small = 0
+        for gap in gaps:
+            n_small += gap < below
+        if 2 * n_small >= len(gaps):
+            return k, n_occupied
+    return max_k, n_occupied
+
+
+def _split_gaps(gaps: U32, k: int) -> Any:
     shift = np.uint32(k)
+    n_high = np.int64(len(gaps))
     for gap in gaps:
-        n += np.int64((gap >> shift) // np.uint32(255))
-    return n
-
-
-def _split_gaps(gaps: U32, k: int, high: U8, low: U8) -> None:
+        n_high += np.int64((gap >> shift) // np.uint32(255))
+    high = np.empty(n_high, np.uint8)
     n = np.uint64(0)
-    plane_nbytes = (len(gaps) + 7) // 8
-    for i in range(len(gaps)):
-        gap = np.int64(gaps[i])
-        for plane in range(k):
-            low[plane * plane_nbytes + (i >> 3)] |= (gap >> plane & 1) << (i & 7)
-        gap >>= k
-        while gap >= 255:
+    for gap in gaps:
+        rest = gap >> shift
+        while rest >= np.uint32(255):
             high[n] = 255
             n += np.uint64(1)
-            gap -= 255
-        high[n] = gap
+            rest -= np.uint32(255)
+        high[n] = rest
         n += np.uint64(1)
+    plane_nbytes = (len(gaps) + 7) // 8
+    low = np.empty(k * plane_nbytes, np.uint8)
+    for plane in range(k):
+        for octet in range(plane_nbytes):
+            first = 8 * octet
+            bits = np.uint32(0)
+            for i in range(min(8, len(gaps) - first)):
+                bits |= (gaps[first + i] >> np.uint32(plane) & np.uint32(1)) << np.uint32(i)
+            low[plane * plane_nbytes + octet] = bits
+    return high, low
 
 
 def _join_gaps(high: U8, low: U8, n: int, k: int, positions: U32) -> Any:
@@ -294,14 +327,19 @@ def _spread(bitmap: U8, values: Bits, out: Bits) -> None:
 
 
 def _pack_values(values: Bits, codes: U8, escaped: Bits) -> Any:
+    # Two bits for each of the values 0 to 8, and 8 stands for all above: branches would be mispredicted.
+    table = np.uint64(0b11_10_11_11_11_01_11_00_11)
     n = np.uint64(0)
-    for index in range(len(values)):
-        i = np.uint64(index)
-        value = values[i]
-        code = np.uint64(3 - 3 * (value == 1) - 2 * (value == 3) - (value == 7))
-        codes[i >> np.uint64(2)] |= code << (np.uint64(2) * (i & np.uint64(3)))
-        escaped[n] = value
-        n += np.uint64(code == np.uint64(3))
+    for octet in range(len(codes)):
+        first = 4 * octet
+        packed = np.uint64(0)
+        for i in range(min(4, len(values) - first)):
+            value = values[first + i]
+            code = table >> (np.uint64(2) * min(np.uint64(value), np.uint64(8))) & np.uint64(3)
+            packed |= code << np.uint64(2 * i)
+            escaped[n] = value
+            n += code >> np.uint64(1) & code  # 1 if the code is 3
+        codes[octet] = packed
     return n
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CARRY: Final = 255
 _WORD_NBYTES: Final = 8
 _GROUP_NBYTES: Final = 64  # eight words: their flags are one word again
-_BLOCK_NBYTES: Final = 1 << 19  # flags and hits of a block stay in the L2 cache
+_BLOCK_NBYTES: Final = 1 << 20  # its flags stay in the L2 cache; with smaller ones threads wait for the GIL instead
 
 # A packed byte holds four 2-bit codes, first in the low bits; 1, 3 and 7 are codes 0, 1 and 2, and 0 marks an escape.
 _CODES: Final = np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
@@ -83,6 +83,28 @@ def _nonzero_flags(flags: NDArray[np.bool_]) -> NDArray[np.intp]:
     flag &= 7
     hits += flag
     return hits
+
+
+def find_gaps(positions: U32, typical: int, max_k: int) -> tuple[U32, int, int]:
+    """Return the gaps before ascending positions, and what their coding is chosen by.
+
+    Returns
+    -------
+    gaps : ndarray of uint32, shape (n,)
+    k : int
+        Low bits without which at least half of the gaps are below `typical`, as few as possible; at most `max_k`.
+    n_occupied : int
+        Number of bitmap bytes that the positions fall into.
+    """
+    gaps = np.empty(len(positions), np.uint32)
+    gaps[0] = positions[0]
+    np.subtract(positions[1:], positions[:-1], out=gaps[1:])
+    gaps[1:] -= np.uint32(1)
+    k = 0
+    while k < max_k and 2 * np.count_nonzero(gaps < typical << k) < len(gaps):
+        k += 1
+    octets = positions >> np.uint32(3)
+    return gaps, k, 1 + int(np.count_nonzero(octets[1:] != octets[:-1]))
 
 
 def split_gaps(gaps: U32, k: int) -> tuple[U8, U8]:

@@ -34,29 +34,21 @@ def suits_bitmap(n: int, n_occupied: int) -> bool:
     return _BITMAP_DENOMINATOR * n > _BITMAP_NUMERATOR * n_occupied
 
 
-def count_occupied(positions: U32) -> int:
-    """Return the number of bitmap bytes that ascending positions, at least one, fall into."""
-    octets = positions >> np.uint32(3)
-    return 1 + int(np.count_nonzero(octets[1:] != octets[:-1]))
+def find_gaps(positions: U32) -> tuple[U32, int, int]:
+    """Return the gaps before ascending positions, at least one, ``k``, and how many bytes of the bitmap have a bit."""
+    return kernels.engine().find_gaps(positions, _TYPICAL_GAP, MAX_K)
 
 
-def encode_gaps(positions: U32, values: Bits) -> tuple[int, int, bytearray]:
-    """Return ``k``, the value mode and the body of the method sparse."""
-    gaps = np.empty(len(positions), np.uint32)
-    gaps[0] = positions[0]
-    np.subtract(positions[1:], positions[:-1], out=gaps[1:])
-    gaps[1:] -= np.uint32(1)
-    k = 0
-    while k < MAX_K and 2 * np.count_nonzero(gaps < _TYPICAL_GAP << k) < len(gaps):
-        k += 1
+def encode_gaps(gaps: U32, k: int, values: Bits) -> tuple[int, bytearray]:
+    """Return the value mode and the body of the method sparse."""
     high, low = kernels.engine().split_gaps(gaps, k)
     out = bytearray()
-    append_uint(out, len(positions))
+    append_uint(out, len(gaps))
     append_stream(out, high)
     if k:
         append_stream(out, low, compressible=False)
     _, mode = append_values(out, values, rotate=False)
-    return k, mode, out
+    return mode, out
 
 
 def encode_bitmap(bitmap: U8, values: Bits) -> tuple[int, int, bytearray]:

@@ -41,7 +41,11 @@ def check_kernels(what: str, mask: np.ndarray[Any, Any], rng: np.random.Generato
     n = len(positions)
     if not n:
         return
-    gaps = (np.diff(positions.astype(np.int64), prepend=-1) - 1).astype(np.uint32)
+    gaps, k, n_occupied = same(what, "find_gaps", positions, 128, 16)
+    assert np.array_equal(gaps, np.diff(positions.astype(np.int64), prepend=-1) - 1)
+    assert k == max(0, int(np.sort(gaps)[(n - 1) // 2]).bit_length() - 7)
+    assert n_occupied == len(np.unique(positions // 8))
+    assert same(what, "find_gaps", positions, 1, 2)[1] <= 2
     for k in (0, 1, 3, 16):
         high, low = same(what, "split_gaps", gaps, k)
         joined, last = same(what, "join_gaps", high, low, n, k)
