@@ -1,4 +1,4 @@
-"""The process that is killed: publishes or pulls as it is told, and kills or stops itself at named points.
+"""The process that is killed: publishes, receives or relays as told, and kills or stops itself at named points.
 
 Run as a program it is a nursery: it imports the package once, and for each connection to its socket forks a child of
 its own process group that does one job (a JSON line), answers ``{"pid": …}`` and, if it lives, the outcome. A child
@@ -9,6 +9,7 @@ all of them when its standard input ends.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import select
@@ -23,15 +24,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from faults.holding import Claims, Holding, preload
+
 import dcr_store
 from dcr_store import events
-from dcr_store.errors import ConflictError, DcrError
+from dcr_store.errors import ConflictError, DcrError, InvalidInputError
 from dcr_store.log import line
 from dcr_store.objects.retry import RetryPolicy
 from dcr_store.publish import partitions
 from dcr_store.receive import pacing
+from dcr_store.receive.results import Applied
 
 Job = dict[str, Any]
+ARM = "child.armed"  # reached by a child that brings its target somewhere else first
 
 
 class Points:
@@ -41,10 +46,13 @@ class Points:
         self.counts: Counter[str] = Counter()
         self._strike = strike
         self.slow = ("", 0.0)  # at which point to dawdle, and for how many seconds
+        self.is_armed = True
         self._lock = threading.Lock()
 
     def __call__(self, event: events.Event) -> None:
-        if event.name == "progress":
+        if event.name == ARM:
+            self.is_armed = True
+        if event.name in (ARM, "progress") or not self.is_armed:
             return
         if event.name == self.slow[0]:
             time.sleep(self.slow[1])
@@ -69,6 +77,7 @@ def do(job: Job) -> dict[str, Any]:
     pacing._LONGEST_REST_S = job.get("rest_s", pacing._LONGEST_REST_S)  # type: ignore[misc]
     points = Points(strike)
     points.slow = tuple(job.get("slow", points.slow))
+    points.is_armed = not job.get("first")
     try:
         with events.listening(points):
             done = _VERBS[job["do"]](job)
@@ -116,31 +125,65 @@ def _publish(job: Job) -> dict[str, Any]:
 
 def _pull(job: Job) -> dict[str, Any]:
     with _open(job) as store:
-        if job.get("mode") == "copy":
+        if job.get("kind") == "copy":
             return store.pull(job["directory"], job.get("version"), mode="copy", keep=job.get("keep", 1)).to_json()
         result = store.pull(job["directory"], job.get("version"), force=job.get("force", False))
     return result.to_json()
+
+
+def _load(job: Job) -> dict[str, Any]:
+    """Bring tensors in memory to a version, as a process does that knows nothing of what they hold."""
+    with _open(job) as store:
+        holding = Holding(job, store)
+        result = store.load_into(holding.target, job["version"])
+        Claims(job.get("claims"), holding.image).note("loaded", result.version)
+    return result.to_json()
+
+
+def _command(job: Job) -> dict[str, Any]:
+    """Run the command line; what it prints is not looked at."""
+    from dcr_store.cli.main import main
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        status = main([*job["arguments"]])
+    if status:
+        raise InvalidInputError("the command failed; see stderr", key=" ".join(job["arguments"]), found=status)
+    return {"version": job["version"]}
 
 
 def _follow(job: Job) -> dict[str, Any]:
     """Follow as told; return what was applied, what failed, and what was moved, in bytes."""
     applied: list[dict[str, Any]] = []
     failures: list[str] = []
-    with (
-        _open(job) as store,
-        store.receiver(
-            job["directory"],
-            group=job.get("group"),
-            name=job.get("name"),
-            line=job.get("line"),
-            spool=job.get("spool"),
-            spool_nbytes=job.get("spool_nbytes"),
-        ) as receiver,
-    ):
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(_open(job))
+        holding = Holding(job, store)
+        receiver = stack.enter_context(
+            store.receiver(
+                holding.target,
+                group=job.get("group"),
+                name=job.get("name"),
+                line=job.get("line"),
+                spool=job.get("spool"),
+                spool_nbytes=job.get("spool_nbytes"),
+            )
+        )
+        claims = Claims(job.get("claims"), holding.image)
+        stack.enter_context(events.listening(claims))
+        if job.get("watch"):
+            stack.enter_context(claims.watching(receiver, is_atomic=holding.is_atomic))
+
+        def on_applied(found: Applied) -> None:
+            claims.note("applied", found.version)
+            applied.append(found.to_json())
+
+        if job.get("first"):
+            receiver.follow(until=job["first"], on_applied=on_applied)
+            events.reached(ARM)
         receiver.follow(
             until=job.get("until"),
             once=job.get("once", False),
-            on_applied=lambda found: applied.append(found.to_json()),
+            on_applied=on_applied,
             on_failure=lambda error, _: failures.append(f"{error.kind}: {error}"),
         )
         active = receiver.active()
@@ -205,14 +248,44 @@ def _nap() -> None:
     time.sleep(random.uniform(0.0, 0.05))
 
 
-_VERBS = {"create": _create, "publish": _publish, "pull": _pull, "follow": _follow, "race": _race, "member": _member}
+def _relay(job: Job) -> dict[str, Any]:
+    """Be a relay until killed."""
+    import asyncio
+
+    from dcr_store.objects.open import open_upstreams
+    from dcr_store.relay.serving import Settings, serving
+
+    async def run() -> None:
+        settings = Settings("127.0.0.1", job["port"], job["cache"], job.get("max_nbytes", 1 << 30), access="publish")
+        async with serving(settings, open_upstreams([job["store"]], job.get("options")), lambda told: None):
+            await asyncio.Event().wait()
+
+    asyncio.run(run())
+    return {}
+
+
+_VERBS = {
+    "create": _create,
+    "publish": _publish,
+    "pull": _pull,
+    "load": _load,
+    "command": _command,
+    "follow": _follow,
+    "race": _race,
+    "member": _member,
+    "relay": _relay,
+}
 
 
 def _warm_up(scratch: Path) -> None:
     """Import what a job needs, once, by doing one of each kind."""
     import numpy as np
 
+    import dcr_store.cli.main
     import dcr_store.objects.s3
+    import dcr_store.relay.serving
+
+    assert dcr_store.cli.main.main is not dcr_store.relay.serving.serving
 
     with dcr_store.create(scratch / "store", chunk_elements=64) as store:
         for value in range(2):
@@ -241,8 +314,9 @@ def _listening(path: str) -> Iterator[socket.socket]:
         yield server
 
 
-def main(path: str, scratch: str) -> None:
-    """Serve jobs at the socket `path` until standard input ends."""
+def main(path: str, scratch: str, *names: str) -> None:
+    """Serve jobs at the socket `path` until standard input ends, with modules imported that the jobs need."""
+    preload(names)
     _warm_up(Path(scratch))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are reaped at once, and their owners known to be dead
     with _listening(path) as server:
@@ -269,4 +343,4 @@ def main(path: str, scratch: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 TIMEOUT_S = 120.0
+_PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,16 @@ class Child:
 
 
 class Nursery:
-    """The process that children are forked from; a context manager that leaves none behind."""
+    """The process that children are forked from; a context manager that leaves none behind.
+
+    Parameters
+    ----------
+    preload : str
+        What it imports before, if children need more than the package: ``torch``.
+    """
+
+    def __init__(self, *preload: str) -> None:
+        self._preload = preload
 
     def __enter__(self) -> Self:
         self.directory = Path(tempfile.mkdtemp(prefix="dcr-faults-"))
@@ -100,12 +110,18 @@ class Nursery:
         self.temporary.mkdir()
         with (self.directory / "stderr").open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("child.py")), str(self.path), str(self.directory)],
+                [
+                    sys.executable,
+                    str(Path(__file__).with_name("child.py")),
+                    str(self.path),
+                    str(self.directory),
+                    *self._preload,
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": str(self.temporary)},
+                env={**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": _PYTHONPATH},
             )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"ready\n", self.errors()

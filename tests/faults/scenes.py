@@ -6,12 +6,13 @@ are is never listed here: a recording run tells, so that a new point in the prod
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +92,27 @@ def _objects(url: str, options: str) -> ObjectStore:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a store is, for children (`options`) and for this process (`own_options`)."""
+    """Where a store is, for children (`options`) and for this process (`own_options`), which needs no relay."""
 
     url: str
     options: Mapping[str, Any] | None = None
     own_options: Mapping[str, Any] | None = None
+    relay: str | None = None
 
     @property
     def job(self) -> dict[str, Any]:
         """What a job says about it."""
-        return {"store": self.url, "options": self.options}
+        return {"store": self.url_of_children, "options": None if self.relay else self.options}
+
+    @property
+    def url_of_children(self) -> str:
+        """Where children find it."""
+        return self.relay or self.url
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a request takes long: of a server's stores, only campaigns do all that there is to do."""
+        return self.own_options is not None
 
     def create(self, codec: str = "dcr.delta", chunk_elements: int = CHUNK_ELEMENTS) -> Store:
         """Create the store; without the probe of the backend, which takes seconds and has its own tests."""
@@ -113,6 +125,15 @@ class Place:
         objects = _objects(self.url, json.dumps(self.own_options))
         data = objects.get(STORE_KEY)
         return Store(objects, StoreDocument.from_bytes(data), canonical.sha256(data))
+
+
+@contextlib.contextmanager
+def behind_relay(place: Place, cache: Path) -> Iterator[Place]:
+    """Let children reach a store through a relay only."""
+    from relays import RelayThread
+
+    with RelayThread(place.url, cache, storage_options=place.own_options, access="publish") as relay:
+        yield replace(place, relay=relay.url)
 
 
 def strikes(points: Mapping[str, int], occurrences: int = OCCURRENCES) -> list[Strike]:

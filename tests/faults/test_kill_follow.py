@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
-import shutil
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from faults import harms
+from faults.harms import spooled
+from faults.kept import KINDS, Costs
 from faults.processes import Child, Nursery
-from faults.scenes import KILLS, OCCURRENCES, SMALL, Place, assert_checkpoint, seeded, strikes
-from faults.test_kill_pull import HARMS
+from faults.scenes import KILLS, OCCURRENCES, SMALL, Place, assert_checkpoint, seeded
 from relays import RelayProcess
 from states import tree
 
@@ -37,11 +37,6 @@ def settled(target: Path, checkpoint: Path) -> None:
     """Assert that a target is a checkpoint, and that nothing is beside it but lock, marker and spool."""
     assert_checkpoint(target, checkpoint, own=False)
     assert {path.name for path in (target / ".dcr").iterdir()} <= {"lock", "marker.json", "spool"}
-
-
-def spooled(spool: Path) -> list[str]:
-    """Return the names of the whole files in a spool."""
-    return sorted(path.name for path in spool.iterdir() if not path.name.endswith(".new")) if spool.is_dir() else []
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
@@ -143,90 +138,47 @@ def test_a_writer_that_does_not_finish(
 # ------------------------------------------------------------------ kills
 
 
-def spool_deleted(spool: Path, rng: random.Random) -> None:
-    shutil.rmtree(spool, ignore_errors=True)
-
-
-def spool_damaged(spool: Path, rng: random.Random) -> None:
-    """Power loss: nothing in a spool is synced, so any file may be cut, empty or zeros."""
-    for name in spooled(spool):
-        data = (spool / name).read_bytes()
-        harm = rng.randrange(5)
-        if harm == 0:
-            (spool / name).write_bytes(data[: rng.randrange(len(data))] if data else b"")
-        elif harm == 1:
-            (spool / name).write_bytes(bytes(len(data)))
-        elif harm == 2:
-            (spool / name).unlink()
-
-
-def spool_left(spool: Path, rng: random.Random) -> None:
-    """Leave the spool as it is."""
-
-
-SPOOL_HARMS = [spool_left, spool_damaged, spool_deleted]
-
-
-# In place, and by files that are built beside; the latter and all points on the slow server in campaigns only.
 CAMPAIGN = OCCURRENCES > 1
-PLACED = [("directory", (1, 2)), ("s3", (1, 2)), *([("directory", (2, 3)), ("s3", (2, 3))] if CAMPAIGN else [])]
 
 
-@pytest.mark.parametrize(("place", "way"), PLACED, indirect=["place"])
-def test_a_follower_killed_at_every_point(
-    nursery: Nursery, place: Place, scratch: Path, checkpoints: list[Path], way: tuple[int, int]
+@pytest.mark.parametrize("place", ["directory", "s3", "relay", "relay to s3"], indirect=True)
+@pytest.mark.parametrize("kind", ["in place", "copy", "memory", "shared memory"] if CAMPAIGN else ["in place"])
+def test_a_follower_killed_while_a_transaction_is_open(
+    nursery: Nursery, place: Place, kind: str, scratch: Path, checkpoints: list[Path]
 ) -> None:
-    """From spooling what is still being written to the marker that says that it is done."""
-    rng = seeded("follow", place.options is None, way)
+    """Nothing of it has touched the target, and what was fetched is not fetched again once it is committed."""
     store = place.create()
-    publish(store, checkpoints[way[0]])
-    old, target = scratch / "old", scratch / "target"
-    spool = target / ".dcr" / "spool"
-    store.pull(old, "main@0")
+    publish(store, checkpoints[1])
+    kept = KINDS[kind](place, checkpoints[1:3], scratch, "follow")
+    kept.set_out(0)
+    kept.reset()
     writer = nursery.start(
         do="publish",
-        checkpoint=str(checkpoints[way[1]]),
+        checkpoint=str(checkpoints[2]),
         owner="trainer",
         stop=["log.commit.before", 1],
         **SMALL,
         **place.job,
     )
     writer.wait_stopped()
-    job: Job = {"do": "follow", "directory": str(target), "until": "main@1", **FAST, **place.job}
-
-    def reset() -> None:
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(old, target)
-
-    # While it is open: killed at each point of spooling.
-    open_points = ["transfer.before", "transfer.fetched", "spool.written", "spool.stored", "stream.journaled"]
-    for point in open_points if CAMPAIGN or place.options is None else open_points[2:3]:
-        reset()
-        assert nursery.run(**job, kill=[point, 3]).killed, point
-        assert_checkpoint(target, checkpoints[way[0]], own=False)
+    points = ["transfer.before", "transfer.fetched", "spool.written", "spool.stored", "stream.journaled"]
+    for point in points if CAMPAIGN or not place.is_slow else points[2:3]:
+        child = nursery.start(**kept.job(1, kill=[point, 3]))
+        assert child.wait().killed, point
+        kept.assert_old_or_new({0})
+    at_hand = harms.spooled(kept.spool)
+    assert at_hand or point == "transfer.before"
     writer.signal(signal.SIGCONT)
     assert writer.wait().ok
-    whole = nursery.finish(**job)
-    settled(target, checkpoints[way[1]])
-    reset()
-    points = nursery.finish(**job).points
-    chosen = strikes(points)[:: 1 if CAMPAIGN or place.options is None else 12]
-    assert {"receiver.apply.before", "receiver.apply.after", "spool.stored", "pull.dirty", "pull.clean"} <= set(points)
-    for nth, strike in enumerate(chosen):
-        reset()
-        assert nursery.run(**job, kill=strike).killed or strike[1] > 1, strike
-        if nth % 3 == 0:
-            HARMS[nth // 3 % len(HARMS)](target, old, rng)
-        harm = SPOOL_HARMS[nth % len(SPOOL_HARMS)]
-        harm(spool, rng)
-        outcome = nursery.finish(**job)
-        try:
-            settled(target, checkpoints[way[1]])
-            assert outcome.told["active"]["version"] == "main@1"
-            if harm is spool_left and nth % 3:
-                assert outcome.told["fetched"] <= whole.told["fetched"]
-        except AssertionError as error:
-            raise AssertionError(f"killed at {strike}, then {harm.__name__}: {error}") from error
+    costs = Costs(place.open())
+    limits = kept.limits(costs, 1)
+    outcome = nursery.finish(**kept.job(1))
+    kept.assert_done(1)
+    assert limits is not None
+    counts = kept.counts(outcome)
+    assert counts is not None
+    assert counts[0] <= limits[0]
+    assert counts[1] <= limits[1]
 
 
 def test_what_was_spooled_before_a_kill_is_not_fetched_again(
@@ -266,7 +218,7 @@ def test_followers_and_writers_killed_at_random(
         children: list[Child] = []
         for target in targets:
             if rng.random() < 0.3:
-                rng.choice(HARMS)(target, target, rng)
+                rng.choice(harms.IN_PLACE)(target, target, rng)
             children.append(
                 nursery.start(
                     do="follow",
@@ -293,7 +245,7 @@ def test_followers_and_writers_killed_at_random(
             outcome = child.wait()
             n_struck += outcome.killed
             if rng.random() < 0.3:
-                rng.choice(SPOOL_HARMS)(spool, rng)
+                rng.choice(harms.SPOOLS)(spool, rng)
             if outcome.killed:
                 nursery.finish(
                     do="follow", directory=str(target), spool=str(spool), until=f"main@{number}", **FAST, **place.job
@@ -302,58 +254,6 @@ def test_followers_and_writers_killed_at_random(
                 assert outcome.ok, outcome.message
             settled(target, checkpoint)
     assert n_struck >= n_rounds // 4
-
-
-# ------------------------------------------------------------------ groups
-
-
-def test_members_killed_at_every_point(nursery: Nursery, local: Place, scratch: Path, checkpoints: list[Path]) -> None:
-    """One of two members is killed between any two acts; the group goes on when it is back."""
-    store = local.create()
-    publish(store, checkpoints[1])
-    store.create_group("eu", ["r0", "r1"])
-    targets = [scratch / "r0", scratch / "r1"]
-
-    def job(number: int, version: int) -> Job:
-        return {
-            "do": "follow",
-            "directory": str(targets[number]),
-            "group": "eu",
-            "name": f"r{number}",
-            "until": f"main@{version}",
-            **FAST,
-            **local.job,
-        }
-
-    def finish(version: int) -> dict[str, int]:
-        children = [nursery.start(**job(number, version)) for number in (0, 1)]
-        outcomes = [child.wait() for child in children]
-        for outcome in outcomes:
-            assert outcome.ok, outcome.message
-            assert outcome.told["active"]["version"] == f"main@{version}"
-        return outcomes[0].points
-
-    finish(0)
-    publish(store, checkpoints[2])
-    points = finish(1)
-    parts = ("member.", "group.", "receiver.", *(("spool.", "pull.") if CAMPAIGN else ()))
-    names = [name for name in points if name.startswith(parts)]
-    assert {"member.prepared.before", "member.prepared.after", "member.applied.before"} <= set(names)
-    version = 1
-    for nth, name in enumerate(names):
-        checkpoint = checkpoints[1 + (nth % 3)]
-        publish(store, checkpoint)
-        version += 1
-        other = nursery.start(**job(1, version))
-        nursery.run(**job(0, version), kill=[name, 1])
-        held = store.group("eu").status().active
-        assert held in (f"main@{version - 1}", f"main@{version}")
-        outcome = nursery.run(**job(0, version))
-        assert outcome.ok, f"killed at {name}: {outcome.message}"
-        assert other.wait().ok
-        for target in targets:
-            settled(target, checkpoint)
-        assert store.group("eu").status().active == f"main@{version}"
 
 
 # ------------------------------------------------------------------ through a relay
