@@ -89,7 +89,11 @@ def _step(scenario: Scenario) -> int:
     return 12 if where.endswith("s3") and by == "follow" else 4 if kind != "in place" else 3
 
 
-@pytest.mark.parametrize(("kept", "start", "goal"), list(_all()) if CAMPAIGN else SOME, indirect=["kept"])
+def _name(value: object) -> str | None:
+    return ", ".join(value) if isinstance(value, tuple) else None
+
+
+@pytest.mark.parametrize(("kept", "start", "goal"), list(_all()) if CAMPAIGN else SOME, indirect=["kept"], ids=_name)
 def test_killed_at_every_point(
     nurse: Nursery, kept: Kept, request: pytest.FixtureRequest, start: int | None, goal: int
 ) -> None:
@@ -149,7 +153,7 @@ RANDOM: list[Scenario] = [
 ALL = list(dict.fromkeys(scenario for scenario, _, _ in _all()))
 
 
-@pytest.mark.parametrize("kept", ALL if CAMPAIGN else RANDOM, indirect=True)
+@pytest.mark.parametrize("kept", ALL if CAMPAIGN else RANDOM, indirect=True, ids=_name)
 def test_killed_at_random_instants_on_the_way_between_versions(
     nurse: Nursery, kept: Kept, request: pytest.FixtureRequest
 ) -> None:
