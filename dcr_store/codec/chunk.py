@@ -136,9 +136,8 @@ def decode(data: Bytes, dtype: DTypeLike, n_elements: int, out: Bits | None = No
         bitmap, values = sparse.decode_bitmap(body, dtype, n_elements, k, mode)
         engine.spread(bitmap, values, out)
     elif method == DENSE:
-        planes = read_planes(body, dtype, n_elements)
+        read_planes(body, k, out)
         body.finish()
-        engine.join_planes(planes, k, out)
     else:
         out[:] = np.frombuffer(body.read_rest(dtype.itemsize * n_elements), dtype) if method == RAW else 0
     return out

@@ -18,8 +18,6 @@ import numpy as np
 from dcr_store.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     U8 = NDArray[np.uint8]
@@ -45,8 +43,8 @@ class Engine(Protocol):
     def pack_values(self, values: Bits) -> tuple[U8, Bits]: ...  # noqa: D102
     def count_escapes(self, codes: U8, n: int) -> int: ...  # noqa: D102
     def unpack_values(self, codes: U8, escaped: Bits, n: int) -> Bits: ...  # noqa: D102
-    def split_planes(self, values: Bits, rotation: int) -> list[U8]: ...  # noqa: D102
-    def join_planes(self, planes: Sequence[U8], rotation: int, out: Bits) -> None: ...  # noqa: D102
+    def split_plane(self, values: Bits, rotation: int, j: int) -> U8: ...  # noqa: D102
+    def join_plane(self, plane: U8, rotation: int, j: int, out: Bits) -> None: ...  # noqa: D102
     def xor_at(self, bits: Bits, positions: U32, values: Bits) -> None: ...  # noqa: D102
 
 

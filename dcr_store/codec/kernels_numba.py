@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from dcr_store.codec import kernels_numpy
-from dcr_store.codec.kernels_numpy import count_escapes, join_planes, split_planes, unpack_values
+from dcr_store.codec.kernels_numpy import count_escapes, unpack_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,11 +32,11 @@ __all__ = [
     "find_gaps",
     "find_nonzero",
     "join_gaps",
-    "join_planes",
+    "join_plane",
     "pack_flags",
     "pack_values",
     "split_gaps",
-    "split_planes",
+    "split_plane",
     "spread",
     "unpack_values",
     "xor_at",
@@ -137,6 +137,24 @@ def pack_values(values: Bits) -> tuple[U8, Bits]:
     escaped = np.empty(len(values) + 1, values.dtype)
     n = _kernel(_pack_values, _name(values), "uint8 out", _name(values) + " out")(values, codes, escaped)
     return codes, escaped[:n]
+
+
+def split_plane(values: Bits, rotation: int, j: int) -> U8:
+    """Return byte plane `j`, from the least significant, of values rotated left by `rotation` bits."""
+    if not values.flags.aligned:
+        return kernels_numpy.split_plane(values, rotation, j)
+    plane = np.empty(len(values), np.uint8)
+    _kernel(_split_plane, _name(values), "", "uint8 out")(values, (8 * j - rotation) % (8 * values.itemsize), plane)
+    return plane
+
+
+def join_plane(plane: U8, rotation: int, j: int, out: Bits) -> None:
+    """Put byte plane `j` into `out`, undoing ``split_plane``; plane 0 comes first and overwrites what is there."""
+    if out.flags.aligned and out.flags.c_contiguous:
+        kernel = _kernel(_join_plane, "uint8", "", "", _name(out) + " out")
+        kernel(plane, (8 * j - rotation) % (8 * out.itemsize), j > 0, out)
+    else:
+        kernels_numpy.join_plane(plane, rotation, j, out)
 
 
 def xor_at(bits: Bits, positions: U32, values: Bits) -> None:
@@ -341,6 +359,29 @@ def _pack_values(values: Bits, codes: U8, escaped: Bits) -> Any:
             n += code >> np.uint64(1) & code  # 1 if the code is 3
         codes[octet] = packed
     return n
+
+
+def _split_plane(values: Bits, shift: int, plane: U8) -> None:
+    n_bits = np.uint64(8 * values.itemsize)
+    right = np.uint64(shift)
+    left = (n_bits - right) % n_bits
+    for i in range(len(values)):
+        value = np.uint64(values[i])
+        plane[i] = value >> right | value << left
+
+
+def _join_plane(plane: U8, shift: int, keep: int, out: Bits) -> None:
+    n_bits = np.uint64(8 * out.itemsize)
+    left = np.uint64(shift)
+    right = (n_bits - left) % n_bits
+    if keep:
+        for i in range(len(out)):
+            part = np.uint64(plane[i])
+            out[i] |= part << left | part >> right
+    else:
+        for i in range(len(out)):
+            part = np.uint64(plane[i])
+            out[i] = part << left | part >> right
 
 
 def _xor_at(positions: U32, values: Bits, bits: Bits) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -199,24 +199,27 @@ def unpack_values(codes: U8, escaped: Bits, n: int) -> Bits:
     return values
 
 
-def split_planes(values: Bits, rotation: int) -> list[U8]:
-    """Return the byte planes of values rotated left by `rotation` bits, least significant first."""
+def split_plane(values: Bits, rotation: int, j: int) -> U8:
+    """Return byte plane `j`, from the least significant, of values rotated left by `rotation` bits."""
     n_bits = 8 * values.dtype.itemsize
-    if rotation:
-        values = np.bitwise_or(values << rotation, values >> (n_bits - rotation), dtype=values.dtype)
-    return [(values >> shift).astype(np.uint8) for shift in range(0, n_bits, 8)]
+    shift = (8 * j - rotation) % n_bits
+    plane: U8 = (values >> shift).astype(np.uint8)
+    if shift + 8 > n_bits:
+        plane |= (values << (n_bits - shift)).astype(np.uint8)
+    return plane
 
 
-def join_planes(planes: Sequence[U8], rotation: int, out: Bits) -> None:
-    """Undo ``split_planes`` into `out`."""
+def join_plane(plane: U8, rotation: int, j: int, out: Bits) -> None:
+    """Put byte plane `j` into `out`, undoing ``split_plane``; plane 0 comes first and overwrites what is there."""
     n_bits = 8 * out.dtype.itemsize
-    out[:] = planes[0]
-    for j, plane in enumerate(planes[1:], 1):
-        out |= plane.astype(out.dtype) << (8 * j)
-    if rotation:
-        left = out << (n_bits - rotation)
-        np.right_shift(out, rotation, out=out)
-        np.bitwise_or(out, left, out=out)
+    shift = (8 * j - rotation) % n_bits
+    if j == 0:
+        out[:] = 0
+    part = plane.astype(out.dtype)
+    if shift + 8 > n_bits:
+        out |= part >> (n_bits - shift)
+    part <<= shift
+    out |= part
 
 
 def xor_at(bits: Bits, positions: U32, values: Bits) -> None:

@@ -14,8 +14,6 @@ from dcr_store.codec.streams import StreamReader, append_stream, stored_nbytes
 from dcr_store.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     U8 = NDArray[np.uint8]
@@ -56,8 +54,8 @@ def append_values(out: bytearray, values: Bits, *, rotate: bool) -> tuple[int, i
 
 def append_planes(out: bytearray, values: Bits, rotation: int) -> None:
     """Append a stream for each byte plane of values rotated left by `rotation` bits."""
-    for plane in kernels.engine().split_planes(values, rotation):
-        append_stream(out, plane)
+    for j in range(values.dtype.itemsize):
+        append_stream(out, kernels.engine().split_plane(values, rotation, j))
 
 
 def choose_rotation(values: Bits) -> int:
@@ -68,8 +66,8 @@ def choose_rotation(values: Bits) -> int:
     if len(values) > _N_PIECES * _PIECE:
         starts = np.linspace(0, len(values) - _PIECE, _N_PIECES).astype(np.intp)
         sample = np.concatenate([values[start : start + _PIECE] for start in starts])
-    split = kernels.engine().split_planes
-    nbytes = [sum(stored_nbytes(plane) for plane in split(sample, rotation)) for rotation in _ROTATIONS]
+    split, n_planes = kernels.engine().split_plane, values.dtype.itemsize
+    nbytes = [sum(stored_nbytes(split(sample, rotation, j)) for j in range(n_planes)) for rotation in _ROTATIONS]
     best = min(nbytes)
     # A sample says nothing of patterns that repeat far apart; rotating breaks them up and must be worth it.
     return _ROTATIONS[nbytes.index(best)] if nbytes[0] - best > _WORTH_ROTATING * sample.nbytes else 0
@@ -95,15 +93,16 @@ def read_values(body: StreamReader, dtype: np.dtype[Any], n: int, rotation: int,
         refuse_unused_bits("value codes", codes[-1:], 2 * n % 8)
         n_apart = engine.count_escapes(codes, n)
     apart = np.empty(n_apart, dtype)
-    engine.join_planes(read_planes(body, dtype, n_apart), rotation, apart)
+    read_planes(body, rotation, apart)
     if not apart.all():
         raise FormatError("a value of a changed element is zero", expected="non-zero values", found=0)
     return engine.unpack_values(codes, apart, n) if mode == CODED else apart
 
 
-def read_planes(body: StreamReader, dtype: np.dtype[Any], n: int) -> Sequence[U8]:
-    """Read the streams of the byte planes of `n` values."""
-    return [body.read_stream(f"byte plane {j}", n) for j in range(dtype.itemsize)]
+def read_planes(body: StreamReader, rotation: int, out: Bits) -> None:
+    """Read the streams of the byte planes of as many values as `out`, which is overwritten; one plane at a time."""
+    for j in range(out.dtype.itemsize):
+        kernels.engine().join_plane(body.read_stream(f"byte plane {j}", len(out)), rotation, j, out)
 
 
 def refuse_unused_bits(what: str, last_bytes: U8, n_used: int) -> None:

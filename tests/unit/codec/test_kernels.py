@@ -66,10 +66,14 @@ def check_kernels(what: str, mask: np.ndarray[Any, Any], rng: np.random.Generato
         module.xor_at(out, positions, values)
         assert not out.any(), what
     for rotation in (0, 1, 8 * dtype.itemsize - 1):
-        planes = same(what, "split_planes", values, rotation)
-        out = np.empty(n, dtype)
-        kernels_numpy.join_planes(planes, rotation, out)
-        assert np.array_equal(out, values), what
+        rotated = values << rotation | values >> (8 * dtype.itemsize - rotation) if rotation else values
+        planes = [same(what, "split_plane", values, rotation, j) for j in range(dtype.itemsize)]
+        for module in (kernels_numpy, kernels_numba):
+            out = np.full(n, 0x55, dtype)
+            for j, plane in enumerate(planes):
+                assert np.array_equal(plane, (rotated >> (8 * j)).astype(np.uint8)), what
+                module.join_plane(plane, rotation, j, out)
+            assert np.array_equal(out, values), what
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
