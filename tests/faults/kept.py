@@ -201,7 +201,7 @@ class Kept:
         # A newer version than the wanted one is not looked for where nothing tells that it may be there.
         may_be_old = self.start is not None and (self.start < goal or self.is_told())
         is_old = {key: may_be_old and old.get(key) == data for key, data in wrong.items()}
-        return len(wrong), costs.nbytes(goal, self.start, is_old, certain, at_hand)
+        return len(wrong), costs.nbytes(goal, self.start, is_old, certain, at_hand, by_pull=self.by != "follow")
 
     def _tensors(self, number: int) -> Tensors:
         if number not in self._read:
@@ -258,6 +258,8 @@ class Costs:
         wrong: Mapping[tuple[str, int], bool],
         certain: int | None,
         at_hand: Sequence[str],
+        *,
+        by_pull: bool,
     ) -> int:
         """Return the bytes that a run may fetch.
 
@@ -270,7 +272,9 @@ class Costs:
         certain : int or None
             A version from which all that leads to `goal` is got before the target is looked at.
         at_hand : sequence of str
-            Names of objects in a spool.
+            Objects in a spool.
+        by_pull : bool
+            Whether side files that are not there are counted, too; who follows counts those alone that differ.
         """
         chain = [item.row.version for item in self._catalog.chain(self._catalog.resolve(f"main@{goal}"))]
         refs = {}
@@ -279,11 +283,18 @@ class Costs:
             for item in [item for step in steps for item in self._versions[step].partitions]:
                 if item.array.array.split("/")[0] == space and 0 <= chunk - item.first_chunk < item.n_chunks:
                     refs[item.ref.sha256] = item.ref.nbytes
+        files = self._versions[goal].manifest.files
+        if by_pull:
+            refs |= {file.ref.sha256: file.ref.nbytes for file in files if file.kind == "side"}
         if certain is not None:
             for step in _between(certain, goal):
                 refs |= {item.ref.sha256: item.ref.nbytes for item in self._versions[step].partitions}
-        for number in {goal, *(number for number in (start, certain) if number is not None)}:
-            refs |= {file.ref.sha256: file.ref.nbytes for file in self._versions[number].manifest.files}
+            held = self._versions[certain].manifest.files
+            there = {(file.path, file.ref.sha256) for file in held if file.kind == "side"}
+            new = [
+                file for file in (*files, *held) if file.kind == "weights" or (file.path, file.ref.sha256) not in there
+            ]
+            refs |= {file.ref.sha256: file.ref.nbytes for file in new}
         return sum(nbytes for sha256, nbytes in refs.items() if sha256 not in at_hand)
 
 
@@ -378,6 +389,10 @@ class SideBySide(Kept):
 
     def is_told(self) -> bool:
         return self.certain() is not None
+
+    def _at_hand(self) -> list[str]:
+        """Return nothing where the directory may be somebody else's: then its spool is not looked into."""
+        return super()._at_hand() if (self.target / ".dcr" / "copies.json").exists() else []
 
 
 class InMemory(Kept):
