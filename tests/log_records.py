@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from dcr_store.format.documents import Counts, ObjectRef
-from dcr_store.format.names import record_key
+from dcr_store.format.names import STORE_KEY, record_key
 from dcr_store.format.records import Abort, Begin, Commit, Record, Resume
 from dcr_store.log import fold
 from dcr_store.log.fold import LineState
@@ -14,9 +14,16 @@ from dcr_store.log.fold import LineState
 if TYPE_CHECKING:
     from dcr_store.ports import ObjectStore
 
-STORE_SHA256 = hashlib.sha256(b"a store document").hexdigest()
+STORE = b"a store document"
+STORE_SHA256 = hashlib.sha256(STORE).hexdigest()
 TIME = "2026-01-01T00:00:00.000Z"
 COUNTS = Counts(1, 2, 3, 4, 5)
+
+
+def holding_store(objects: ObjectStore) -> ObjectStore:
+    """Return `objects`, with the document in it that logs begin with."""
+    objects.put(STORE_KEY, STORE)
+    return objects
 
 
 def digits(text: str, n: int) -> str:

@@ -74,6 +74,9 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
     def _key(self, seq: int) -> str:
         return group_record_key(self.group, seq)
 
+    def _hint_key(self) -> str:
+        return group_checkpoint_key(self.group)
+
     def _parse(self, data: bytes, key: str) -> GroupRecord:
         return parse_group_record(data, key)
 

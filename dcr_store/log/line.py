@@ -10,7 +10,7 @@ from typing import Final
 
 from dcr_store import events
 from dcr_store.errors import IntegrityError
-from dcr_store.format.names import checkpoint_key, record_key
+from dcr_store.format.names import checkpoint_key, hint_key, record_key
 from dcr_store.format.records import Begin, Commit, Record, parse_record
 from dcr_store.log import checkpoints, fold
 from dcr_store.log.fold import LineState, VersionRow
@@ -43,6 +43,9 @@ class LineLog(RecordLog[LineState, Record]):
 
     def _key(self, seq: int) -> str:
         return record_key(self.line, seq)
+
+    def _hint_key(self) -> str:
+        return hint_key(self.line)
 
     def _parse(self, data: bytes, key: str) -> Record:
         return parse_record(data, key)

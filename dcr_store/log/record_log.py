@@ -14,11 +14,14 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from dcr_store import events
 from dcr_store.errors import DcrError, FormatError, IntegrityError, NotFoundError, OutcomeUnknownError
 from dcr_store.format import canonical
+from dcr_store.format.names import STORE_KEY
 from dcr_store.objects.threads import Threads
 from dcr_store.ports import Doubtable, ObjectStore
 
 _N_PARALLEL: Final = 16
+_MOST_TOGETHER: Final = 1024  # records asked for at a time, after fewer have been there
 _DOUBT_S: Final = 10.0  # enough for 1,024 records
+_DOUBT_ONE_S: Final = 1.0
 
 
 class LogRecord(Protocol):
@@ -88,6 +91,10 @@ class RecordLog(ABC, Generic[S, R]):
         """Return the key of a record."""
 
     @abstractmethod
+    def _hint_key(self) -> str:
+        """Return the key of what says how long the log is; derived."""
+
+    @abstractmethod
     def _parse(self, data: bytes, key: str) -> R:
         """Parse a record."""
 
@@ -118,13 +125,11 @@ class RecordLog(ABC, Generic[S, R]):
             return self._refresh()
 
     def _refresh(self) -> S:
-        at_least = self.state.length
+        known = at_least = self.state.length
         if not self._opened:
-            opened, hinted = self._open()
-            at_least = max(at_least, hinted)
+            opened, at_least = self._looked_up(known)
             if opened is not None:
                 self.state, self._is_derived = opened, True
-                at_least = max(at_least, opened.length)
         is_from_records = self.state.length == 0 and not isinstance(self.objects, Doubtable)
         try:
             for state in self._following(self.state, at_least):
@@ -132,10 +137,19 @@ class RecordLog(ABC, Generic[S, R]):
         except (IntegrityError, FormatError):
             if is_from_records:
                 raise
-            # What was folded before may be wrong: a checkpoint is derived, a cache may have answered with other bytes.
+            # What was folded before may be wrong: a checkpoint is derived, a cache may have answered with other bytes,
+            # also where it was asked for the hint.
+            if isinstance(self.objects, Doubtable):
+                self._doubt(True)
+                _, at_least = self._looked_up(known)
             self._fold_anew(at_least, past=True)
         self._opened = True
         return self.state
+
+    def _looked_up(self, known: int) -> tuple[S | None, int]:
+        """Return a log checkpoint's state, if one can be used, and how many records there have to be."""
+        opened, hinted = self._open()
+        return opened, max(known, hinted, 0 if opened is None else opened.length)
 
     def _fold_anew(self, at_least: int, *, past: bool) -> S:
         """Fold all records from 0, at least so many; a failure leaves the state, and opens the log anew next time."""
@@ -156,8 +170,11 @@ class RecordLog(ABC, Generic[S, R]):
 
         `past` says whether caches on the way are to be passed by.
         """
+        n_together = _N_PARALLEL
         while state.length < at_least:
-            stop = min(at_least, state.length + 1024)
+            # A hint may promise any number: more are asked for at a time only after these were there.
+            stop = min(at_least, state.length + n_together)
+            n_together = min(2 * n_together, _MOST_TOGETHER)
             self._doubt(past)
             with Threads(_N_PARALLEL) as pool:
                 for seq, data in zip(
@@ -165,7 +182,8 @@ class RecordLog(ABC, Generic[S, R]):
                 ):
                     if data is None:
                         raise IntegrityError(
-                            "the log record is missing; restore it from a copy of the store",
+                            "the log record is missing, though the log had more once: restore it from a copy of the "
+                            f"store, or, if none can have been lost, delete {self._hint_key()}, which is derived",
                             key=self._key(seq),
                             expected=f"at least {at_least} records, as {self.name}'s hint says",
                             found=f"{seq}",
@@ -180,9 +198,9 @@ class RecordLog(ABC, Generic[S, R]):
     def _advanced(self, state: S, data: bytes) -> S:
         return self._apply(state, self._parse(data, self._key(state.length)), data)
 
-    def _doubt(self, past: bool) -> None:
+    def _doubt(self, past: bool, for_s: float = _DOUBT_S) -> None:
         if past and isinstance(self.objects, Doubtable):
-            self.objects.doubt(_DOUBT_S)
+            self.objects.doubt(for_s)
 
     def _get(self, seq: int) -> bytes | None:
         try:
@@ -243,6 +261,7 @@ class RecordLog(ABC, Generic[S, R]):
     def _append(self, decide: Callable[[S], R]) -> R:
         # What is known is tried first: if the log has gone on, the number is taken, which costs one request.
         is_fresh = self._resolve() or not self._opened
+        length = self.state.length
         state = self._refresh() if is_fresh else self.state
         if self._is_derived and self.decides_on_records:
             # A checkpoint may be wrong where the records are right, and a record that only it allows would be the end
@@ -260,6 +279,10 @@ class RecordLog(ABC, Generic[S, R]):
             key = self._key(state.length)
             # Parsed again: a record that no reader accepts would be the end of the log.
             advanced = self._apply(state, self._parse(data, key), data)
+            # What was read just now goes on from what was known, which proves that it is there.
+            if state.length == length and not self._is_where_it_was(state):
+                state, is_fresh, length = self._read_past(state), True, -1
+                continue
             events.reached(f"{self.event_prefix}.{record.kind}.before", key)
             # A crash just before leaves the log as it was; just after, the record stands and every reader sees it.
             if self._put(key, data):
@@ -277,6 +300,48 @@ class RecordLog(ABC, Generic[S, R]):
                 raise
             return self._fold_anew(at_least, past=True)
 
+    def _is_where_it_was(self, state: S) -> bool:
+        """Whether the last record that was read is still there, and is that one, past caches.
+
+        Where another store has taken the place of the one that was read, its log may be shorter: our record would find
+        its number free, and be the end of that log for everybody.
+        """
+        self._doubt(True, _DOUBT_ONE_S)
+        try:
+            last = self.objects.get(self._key(state.length - 1) if state.length else STORE_KEY)
+        except NotFoundError:
+            return False
+        return canonical.sha256(last) == state.last_sha256
+
+    def _read_past(self, state: S) -> S:
+        """Read the log anew, past caches, one of which may have told `state`."""
+        problem: DcrError | None = None
+        if isinstance(self.objects, Doubtable):
+            try:
+                found = self._fold_anew(0, past=True)
+                if self._is_where_it_was(found):
+                    return found
+            except (IntegrityError, FormatError) as error:
+                problem = error
+        raise IntegrityError(
+            "the log does not have the record any more that it ended with: the store was replaced, or set back to an "
+            "earlier state, while it was open; nothing was written: see which one it is now, and open it again",
+            key=self._key(state.length - 1) if state.length else STORE_KEY,
+            expected=state.last_sha256,
+            found="another one, or none",
+        ) from problem
+
+    def reread(self) -> S:
+        """Fold all records anew, past caches; return the new state.
+
+        Raises
+        ------
+        IntegrityError, FormatError
+            If a record is illegal or damaged; the state is as it was.
+        """
+        with self._lock:
+            return self._fold_anew(0, past=True)
+
     def _put(self, key: str, data: bytes) -> bool:
         try:
             return self.objects.put_if_absent(key, data)
@@ -289,7 +354,10 @@ class RecordLog(ABC, Generic[S, R]):
         if self._unresolved is None:
             return False
         key, data = self._unresolved
-        self.objects.put_if_absent(key, data)
+        if self._is_where_it_was(self.state):
+            self.objects.put_if_absent(key, data)
+        else:
+            self._read_past(self.state)  # the record goes on from what the log does not have: not to be put again
         self._unresolved = None
         return True
 

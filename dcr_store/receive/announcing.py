@@ -44,7 +44,7 @@ class Command:
         self._timeout_s = timeout_s
 
     def take(self, arrival: Arrival) -> None:
-        """Run the command; ``StorageError`` if it fails or takes too long, with the end of what it wrote."""
+        """Run the command; ``StorageError`` if it fails or takes too long, with the last line that it wrote."""
         environment = {
             **os.environ,
             "DCR_VERSION": arrival.version,
@@ -77,13 +77,13 @@ class Command:
             if status == 0:
                 return
             output.seek(max(0, os.fstat(output.fileno()).st_size - _SHOWN_NBYTES))
-            told = output.read().decode(errors="replace").strip()
+            lines = output.read().decode(errors="replace").strip().splitlines()
         found = f"no end within {self._timeout_s:g} s" if status is None else f"exit status {status}"
         raise StorageError(
             f"the command failed for {arrival.version}",
             key=self.name,
             expected="exit status 0",
-            found=f"{found}: {told}",
+            found=f"{found}: {lines[-1].strip()}" if lines else f"{found}, and nothing was said",
         )
 
     def serve(self) -> None:

@@ -28,11 +28,15 @@ class NoRoomError(StorageError):
 
 @runtime_checkable
 class Bringer(Protocol):
-    """Brings one target, local files or live tensors, from version to version. Used by one thread at a time.
+    """Brings one target, local files or live tensors, from version to version. Used by one thread at a time."""
 
-    A bringer may have two attributes more: ``is_atomic``, true where the old version is there and whole until the new
-    one is, and ``spool_directory``, where partitions may be kept beside the target (a path, or None).
-    """
+    @property
+    def is_atomic(self) -> bool:
+        """Whether the old version is there, and whole, until the new one is, so that it may be served meanwhile."""
+
+    @property
+    def spool_directory(self) -> Path | None:
+        """Where partitions may be kept beside the target; None if there is no place for them."""
 
     def held(self, catalog: Catalog) -> Located | None:
         """Return the version that the target surely holds; None if it is empty, torn, or holds something unknown."""
@@ -69,6 +73,8 @@ class DirectoryBringer:
     force : bool
         Replace weights that no version of the store has.
     """
+
+    is_atomic = False
 
     def __init__(self, directory: str | os.PathLike[str], *, force: bool = False) -> None:
         self._directory = local_path(directory, "directory")

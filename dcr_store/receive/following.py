@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from dcr_store.errors import DcrError, FencedError, InvalidInputError
 from dcr_store.receive.deciding import Decider, Step
@@ -19,8 +19,6 @@ from dcr_store.receive.keeper import Keeper, StoreReplacedError, brought, same
 from dcr_store.receive.pacing import Blocked, rests, retries
 from dcr_store.receive.results import Active, Applied, Prepared
 from dcr_store.versions.catalog import Located
-
-CHECK_INTERVAL_S: Final = 30.0
 
 T = TypeVar("T")
 OnPrepared = Callable[[Prepared], None]
@@ -69,7 +67,8 @@ class Follow:
         self._serving: Located | None = None
         self._untold: Applied | None = None
         self._last: Applied | None = None
-        self._check_at_s = time.monotonic() + CHECK_INTERVAL_S
+        if keeper.length:
+            keeper.check_soon()  # much may have happened since it looked last
 
     def run(self) -> Applied | None:
         """Run until the end is reached or `stop` is set; return the last change of the target."""
@@ -82,7 +81,7 @@ class Follow:
             except DcrError as error:
                 if self._once:
                     raise
-                self._check_at_s = 0.0
+                self._keeper.check_soon()
                 wait_s = self._retries.next()
                 self._tell(error, wait_s)
             if wait_s is None:
@@ -92,7 +91,7 @@ class Follow:
 
     def _turn(self) -> float | None:
         """Go one step further; return the seconds to wait before the next one, None at the end."""
-        self._check_store()
+        self._keeper.check_now_and_then()
         seen = self._keeper.look(serves=self._decider.serves and self._hooks.on_applied is None)
         try:
             step = self._decider.next(self._keeper, self._at_most)
@@ -198,12 +197,6 @@ class Follow:
         if self._hooks.on_serving is not None and not same(self._serving, goal):
             return False  # whoever is told has stopped serving by now, and is to go on
         return (self._once and step.is_last) or (self._until is not None and goal.row.version >= self._until)
-
-    def _check_store(self) -> None:
-        """Now and then, see whether the store is still the one that was opened: numbers alone do not tell."""
-        if time.monotonic() >= self._check_at_s:
-            self._keeper.check_store()
-            self._check_at_s = time.monotonic() + CHECK_INTERVAL_S
 
     def _tell(self, error: DcrError, wait_s: float) -> None:
         if self._hooks.on_failure is not None:

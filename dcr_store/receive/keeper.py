@@ -7,13 +7,14 @@ there. Where verified objects do not give the recorded bits, it is brought back.
 from __future__ import annotations
 
 import time
+from typing import Final
 
 from dcr_store import events
 from dcr_store.errors import DcrError, FormatError, IntegrityError, NotFoundError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import StoreDocument
 from dcr_store.format.names import STORE_KEY, record_key
-from dcr_store.ports import ObjectStore
+from dcr_store.ports import Doubtable, ObjectStore
 from dcr_store.receive.bringing import Bringer, NoRoomError
 from dcr_store.receive.preparing import Preparation, prepare
 from dcr_store.receive.results import Active, Applied, Prepared
@@ -23,6 +24,9 @@ from dcr_store.receive.streaming import Seen, Streaming
 from dcr_store.receive.transfers import Transfers
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.replay import Outcome
+
+CHECK_INTERVAL_S: Final = 30.0
+_DOUBT_S: Final = 1.0
 
 
 class StoreReplacedError(IntegrityError):
@@ -77,6 +81,7 @@ class Keeper:
         self._knows_held = False
         self._served: Located | None = None
         self._preparation: Preparation | None = None
+        self._check_at_s = time.monotonic() + CHECK_INTERVAL_S
 
     # ------------------------------------------------------------------ looking
 
@@ -130,8 +135,23 @@ class Keeper:
         """Return the bytes in the spool."""
         return self._transfers.spool.nbytes()
 
+    def check_soon(self) -> None:
+        """See next time whether the store is still the one that was opened."""
+        self._check_at_s = 0.0
+
+    def check_now_and_then(self) -> None:
+        """See whether the store is still the one that was opened, if it is time to: numbers alone do not tell."""
+        if time.monotonic() >= self._check_at_s:
+            self.check_store()
+            self._check_at_s = time.monotonic() + CHECK_INTERVAL_S
+
     def check_store(self) -> None:
-        """Raise ``StoreReplacedError`` if the store is another one by now; ``StorageError`` if it is not there."""
+        """Raise ``StoreReplacedError`` if the store is another one by now; ``StorageError`` if it is not there.
+
+        A record that only a cache on the way had is forgotten, and the log read anew.
+        """
+        if isinstance(self._objects, Doubtable):
+            self._objects.doubt(_DOUBT_S)
         last = self._log.state.length - 1
         expected = {STORE_KEY: self._store_sha256}
         if last >= 0:
@@ -144,7 +164,7 @@ class Keeper:
                 raise StorageError(
                     "the store, or the end of its log, is not where it was; it is waited for", key=key
                 ) from error
-            if found != sha256:
+            if found != sha256 and not (key != STORE_KEY and self._was_misled()):
                 raise StoreReplacedError(
                     "the store was replaced, or set back to an earlier state, while it was followed; see which one it "
                     "is now, and start the receiver again",
@@ -152,6 +172,19 @@ class Keeper:
                     expected=sha256,
                     found=found,
                 )
+
+    def _was_misled(self) -> bool:
+        """Whether the end of the log was one that a cache on the way had told, and the log goes on where it is."""
+        if not isinstance(self._objects, Doubtable):
+            return False
+        length = self._log.state.length
+        try:
+            is_whole = self._log.reread().length >= length
+        except (IntegrityError, FormatError):
+            return False
+        events.reached("receiver.misled", self.line)
+        held = self.held
+        return is_whole and (held is None or same(held, self.catalog.find(held.name, held.row.root)))
 
     def _find_held(self) -> None:
         self.held = self._bringer.held(self.catalog)
@@ -223,7 +256,7 @@ class Keeper:
         """
         started, base = time.perf_counter(), self.held
         spooled, fetched = self._moved()
-        if not getattr(self._bringer, "is_atomic", False):
+        if not self._bringer.is_atomic:
             self.active = None
         self._knows_held = False
         events.reached("receiver.apply.before", goal.name)

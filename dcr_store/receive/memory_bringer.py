@@ -78,6 +78,9 @@ class StateDictBringer:
         If `state` is neither.
     """
 
+    is_atomic = False
+    spool_directory = None
+
     def __init__(self, state: object) -> None:
         tensors_of(state)
         self._state = state

@@ -21,7 +21,7 @@ from dcr_store.targets.memory import MemoryTarget
 from dcr_store.targets.native.changes import Changes, batched, named
 from dcr_store.targets.native.target import Loaded, LoaderChangedError, NativeLoaderTarget
 from dcr_store.versions.catalog import Catalog, Located
-from dcr_store.versions.changes import TensorChanges, iter_changes
+from dcr_store.versions.changes import TensorChanges, iter_changes, require_consistent
 from dcr_store.versions.path import ZERO
 from dcr_store.versions.prefetch import Fetch
 from dcr_store.versions.replay import Outcome, everywhere, replay
@@ -29,6 +29,8 @@ from dcr_store.versions.route import route
 from dcr_store.versions.workers import worker_pool
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from dcr_store.layout.dtypes import Bits
     from dcr_store.layout.layout import Layout
 
@@ -51,9 +53,12 @@ class NativeBringer:
         Nobody else may load weights into the engine. It must not compute with them during a bring.
     """
 
+    is_atomic = False
+    spool_directory = None
+
     def __init__(self, target: NativeLoaderTarget) -> None:
         self._target = target
-        self._pool = worker_pool("dcr-native")
+        self._threads: Executor | None = None
         self._held: _Held | None = None
         self._kept: dict[str, Bits] = {}
 
@@ -86,7 +91,8 @@ class NativeBringer:
         """
         reader = _Reader(catalog, goal, fetcher)
         held, layout = self.held(catalog), reader.layout
-        if self._target.has_moved() or self._target.plan is None or self._target.plan.layout_sha256 != layout.sha256:
+        plan = self._target.plan
+        if self._threads is None or self._target.has_moved() or plan is None or plan.layout_sha256 != layout.sha256:
             held = self._held = None
             self._target.rehearse(layout, reader.values, self._pool)
         edges = None if held is None else _edges(catalog, held, goal)
@@ -102,8 +108,17 @@ class NativeBringer:
         return Outcome(reader.nbytes_fetched, loaded.n_masks + loaded.n_values, loaded.n_healed)
 
     def close(self) -> None:
-        """Let go of the engine, which keeps its weights."""
-        self._pool.shutdown()
+        """Let go of the engine, which keeps its weights; what is known of it is forgotten."""
+        self._held, self._kept = None, {}
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+
+    @property
+    def _pool(self) -> Executor:
+        if self._threads is None:
+            self._threads = worker_pool("dcr-native")
+        return self._threads
 
     # ------------------------------------------------------------------ loading
 
@@ -195,20 +210,30 @@ class _Reader:
 
 
 def _edges(catalog: Catalog, held: Located, goal: Located) -> list[VersionContents] | None:
-    """Return the versions whose changes lead from `held` to `goal`; None if there are none that do."""
+    """Return the versions whose changes lead from `held` to `goal`; None if there are none that do.
+
+    Raises
+    ------
+    IntegrityError
+        If a version on the way is defective: whatever is built of it is not the goal.
+    """
     for start, end in ((held, goal), (goal, held)):
         with contextlib.suppress(IntegrityError):
             chain = catalog.chain(end)
             roots = [located.row.root for located in chain]
             if start.row.root in roots:
                 at = len(roots) - 1 - roots[::-1].index(start.row.root)
-                edges = catalog.contents_of(chain[at + 1 :])
+                base, *edges = catalog.contents_of(chain[at:])
                 if end is goal:
-                    return edges
+                    break
+                require_consistent(base, edges)
                 # The way back is masks alone; what was overwritten is not known any more.
                 is_masks = not any(item.array.array.endswith("/present") for e in edges for item in e.partitions)
                 return edges if is_masks else None
-    return None
+    else:
+        return None
+    require_consistent(base, edges)
+    return edges
 
 
 def _then(first: Changes | None, second: TensorChanges) -> Changes:

@@ -63,10 +63,11 @@ class Receiver:
         StorageError
             If the store cannot be reached.
         IntegrityError, FormatError
-            If its log is damaged, or too new.
+            If its log is damaged, or too new, or the store is another one by now than was opened.
         """
         with self._used():
             keeper = self._keeper
+            keeper.check_now_and_then()
             seen = keeper.look(serves=self._decider.serves)
             step = self._decider.next(keeper, None)
             goal = step.goal
@@ -295,7 +296,7 @@ def _line_of(group: GroupLog, line: str | None) -> str:
 
 def _spool_place(bringer: Bringer, given: str | os.PathLike[str] | None) -> tuple[Path, Callable[[], None]]:
     """Return where the spool is to be, and what to call at the end."""
-    place = getattr(bringer, "spool_directory", None) if given is None else local_path(given, "spool")
+    place = bringer.spool_directory if given is None else local_path(given, "spool")
     if place is not None:
         refuse_inside_store(place, "the spool")
         place = Path(os.path.realpath(place))

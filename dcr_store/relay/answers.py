@@ -2,7 +2,8 @@
 
 Answers never go back in time. When an answer brings news, whatever upstream was asked for before is forgotten, and
 nobody joins a request that began before: otherwise a reader could learn from a hint that a log has ten records, and
-then be told, from memory, that the tenth is not there.
+then be told, from memory, that the tenth is not there. When another store takes the place of the one before, which its
+``dcr.json`` tells, nothing of that one is final any more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
+
+from dcr_store.format.names import STORE_KEY
 
 FRESH_S: Final = 0.2
 KEPT_NBYTES: Final = 64 << 20
@@ -58,6 +61,7 @@ class Answers:
         self._nbytes = 0
         self._asking: dict[Name, _Asking] = {}
         self._seen: OrderedDict[Name, bytes] = OrderedDict()
+        self._store = b""  # the digest of dcr.json
         self.n_asked = 0
 
     async def give(self, name: Name, ask: Callable[[], Value], *, is_final: bool = False, past: bool = False) -> Value:
@@ -103,6 +107,10 @@ class Answers:
         is_current = name in self._asking and self._asking[name].task is mine
         if is_current:
             del self._asking[name]
+        if name == ("get", STORE_KEY) and value is not None and digest != self._store:
+            if self._store:
+                self._forget(lambda *_: True)
+            self._store = digest
         if self._is_news(name, digest):
             self._forget(lambda other, kept: kept is None or kept.until < math.inf)
         if is_current and (value is None or len(value) <= _LONGEST_NBYTES):

@@ -7,7 +7,7 @@ the chunk is passed on. Refuses a version whose partitions do not add up, or tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
@@ -109,6 +109,35 @@ def iter_changes(
             queue.cancel()
             for _, task in decoded:
                 task.cancel()
+
+
+def require_consistent(base: VersionContents, following: Iterable[VersionContents]) -> None:
+    """Refuse versions, each a delta against the one before, whose changes do not lead to the digests recorded for them.
+
+    By the digests alone: what is sealed is compared, no bits. That two writers of one element undo each other's change
+    is seen here.
+
+    Raises
+    ------
+    IntegrityError
+        Names the first version that is defective.
+    """
+    for contents in following:
+        for space in SPACES:
+            expected, found = contents.tables[space], base.tables[space].copy()
+            for chunk, (mask, overwrite) in contents.touched[space].items():
+                found[chunk] ^= np.uint64(mask ^ overwrite)
+            wrong = np.flatnonzero(found != expected)
+            if len(wrong):
+                chunk = int(wrong[0])
+                raise IntegrityError(
+                    f"the stored version is defective in chunk {chunk} of {space}: what its writers sealed does not "
+                    "give the recorded bits; publish the state again as a new version",
+                    key=contents.name,
+                    expected=f"{int(expected[chunk]):016x}",
+                    found=f"{int(found[chunk]):016x}",
+                )
+        base = contents
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from watched import Watched
 
 from dcr_store.errors import DcrError, InvalidInputError, StorageError
 from dcr_store.objects.open import open_objects
-from dcr_store.receive import following, pacing
+from dcr_store.receive import keeper, pacing
 from dcr_store.receive.results import Active
 from dcr_store.store import Store
 from dcr_store.targets.directory import DirectoryTarget
@@ -68,7 +68,7 @@ def test_02_a_follower_notices_a_run_that_began_again(
     place: Place, scratch: Path, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restarted trainer began again at version 0; receivers at v1 took the new v1 for the one they had."""
-    monkeypatch.setattr(following, "CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(keeper, "CHECK_INTERVAL_S", 0.1)
     store = place.create()
     for checkpoint in checkpoints[1:3]:
         publish(store, checkpoint)

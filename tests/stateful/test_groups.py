@@ -17,7 +17,7 @@ from group_replay import replay
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from log_records import STORE_SHA256, Writer
+from log_records import STORE_SHA256, Writer, holding_store
 from watched import Watched
 
 from dcr_store.errors import ConflictError, FencedError, OutcomeUnknownError, StorageError
@@ -147,7 +147,7 @@ class GroupMachine(RuleBasedStateMachine):
     def start(
         self, expected: tuple[str, ...], admission: str, proposing: str, drop_after_s: int | None, n_absent: int
     ) -> None:
-        self.objects = open_objects(f"memory://{secrets.token_hex(8)}/store")
+        self.objects = holding_store(open_objects(f"memory://{secrets.token_hex(8)}/store"))
         self.line = Writer(self.objects)
         self.late: list[Callable[[], bool]] = []
         self.now_s = 0.0

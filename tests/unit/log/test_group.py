@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from group_records import incarnation, version
-from log_records import STORE_SHA256
+from log_records import STORE_SHA256, holding_store
 from watched import Watched
 
 from dcr_store.errors import ConflictError, IntegrityError, InvalidInputError, NotFoundError, OutcomeUnknownError
@@ -24,7 +24,7 @@ from dcr_store.objects.open import open_objects
 
 @pytest.fixture
 def objects() -> Watched:
-    return Watched(open_objects(f"memory://{secrets.token_hex(8)}/store"))
+    return Watched(holding_store(open_objects(f"memory://{secrets.token_hex(8)}/store")))
 
 
 def opened(objects: Watched, group: str = "eu") -> GroupLog:
@@ -299,7 +299,7 @@ class TestCheckpoint:
         other.propose(version(1))
         objects.requests.clear()
         other.withdraw("why")
-        assert objects.requests == [("put_if_absent", group_record_key("eu", 6))]
+        assert objects.requests == [("get", group_record_key("eu", 5)), ("put_if_absent", group_record_key("eu", 6))]
 
     def test_a_wrong_one_is_given_up_by_who_opened_with_it_before(self, objects: Watched, log: GroupLog) -> None:
         log.propose(version(0))

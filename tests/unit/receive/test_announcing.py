@@ -43,6 +43,14 @@ class TestCommand:
             Command("echo so sorry >&2; exit 3").take(ARRIVAL)
         assert caught.value.key == "echo so sorry >&2; exit 3"
 
+    def test_that_fails_is_told_by_its_last_line(self) -> None:
+        with pytest.raises(StorageError) as caught:
+            Command("echo loading; printf 'no\\n  engine answers  \\n\\n'; exit 4").take(ARRIVAL)
+        assert caught.value.found == "exit status 4: engine answers"
+        with pytest.raises(StorageError) as caught:
+            Command("exit 5").take(ARRIVAL)
+        assert caught.value.found == "exit status 5, and nothing was said"
+
     def test_that_does_not_exist(self) -> None:
         with pytest.raises(StorageError, match="exit status 127"):
             Command("/no/such/command").take(ARRIVAL)

@@ -25,7 +25,7 @@ from dcr_store.payload.version import fetch
 from dcr_store.publish import partitions
 from dcr_store.publish.opening import LIVE
 from dcr_store.publish.transaction import Transaction
-from dcr_store.receive import following, pacing, streaming
+from dcr_store.receive import keeper, pacing, streaming
 from dcr_store.receive.bringing import DirectoryBringer
 from dcr_store.receive.receiver import Receiver
 from dcr_store.receive.results import Active, Applied, Prepared
@@ -757,7 +757,7 @@ def test_a_store_that_is_replaced_is_noticed(
 ) -> None:
     """Numbers go on as if nothing had happened, but nothing that was known is there."""
     commit(store, 0)
-    monkeypatch.setattr(following, "CHECK_INTERVAL_S", 0.2)
+    monkeypatch.setattr(keeper, "CHECK_INTERVAL_S", 0.2)
     with follower.receiver(tmp_path / "target") as receiver:
         thread, result = follow_in_thread(receiver, on_failure=lambda *_: None)
         deadline = time.monotonic() + 10
@@ -843,7 +843,7 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(
 ) -> None:
     """An unmounted directory has nothing in it, and is not another store."""
     commit(store, 0)
-    monkeypatch.setattr(following, "CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(keeper, "CHECK_INTERVAL_S", 0.1)
     failures: list[DcrError] = []
     with follower.receiver(tmp_path / "target") as receiver:
         thread, result = follow_in_thread(
