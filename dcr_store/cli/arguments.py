@@ -1,7 +1,7 @@
 """Arguments that several verbs share, and the store that they name.
 
-Refuses malformed and repeated ``k=v`` pairs as mistakes of the command line; says how to create a store that is
-missing.
+Refuses what can be known to be wrong without looking at a store, names and URLs among it, as mistakes of the command
+line; says how to create a store that is missing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from dcr_store.errors import InvalidInputError, NotFoundError
+from dcr_store.format.names import VERSION, VersionRef, check_group, check_line, check_member
+from dcr_store.objects.urls import check_url
 
 if TYPE_CHECKING:
     from dcr_store.store import Store
@@ -26,6 +28,10 @@ _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NBYTES: Final = re.compile(r"([0-9]{1,18})(|[KMGT]iB)")
 _UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _CONSTANTS: Final = {"true": True, "false": False, "null": None}
+
+
+class UsageError(Exception):
+    """Arguments that do not go together: a mistake of the command line, like one that the parser finds."""
 
 
 class Pairs(argparse.Action):
@@ -89,15 +95,55 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def _store_url(text: str) -> str:
-    if text != "-":
-        if not text:
-            raise argparse.ArgumentTypeError("expected a path or URL, found nothing")
+def checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Return an argument type: the text as it is, if `check` does not refuse it with ``InvalidInputError``."""
+
+    def as_given(text: str) -> str:
+        try:
+            check(text)
+        except InvalidInputError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
         return text
-    url = os.environ.get(STORE_VARIABLE)
-    if not url:
-        raise argparse.ArgumentTypeError(f"- stands for the environment variable {STORE_VARIABLE}, which is not set")
-    return url
+
+    return as_given
+
+
+def _store_url(text: str) -> str:
+    if text == "-":
+        text = os.environ.get(STORE_VARIABLE, "")
+        if not text:
+            raise argparse.ArgumentTypeError(
+                f"- stands for the environment variable {STORE_VARIABLE}, which is not set"
+            )
+    elif not text:
+        raise argparse.ArgumentTypeError("expected a path or URL, found nothing")
+    return store_url(text)
+
+
+store_url = checked(check_url)
+line_name = checked(check_line)
+group_name = checked(check_group)
+member_name = checked(check_member)
+version_ref = checked(VersionRef.parse)
+
+
+def line_version(text: str) -> str:
+    """Return the text if it is LINE@NUMBER; an argument type."""
+    if VERSION.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(f"expected LINE@NUMBER, found {text!r}")
+    return text
+
+
+def group_names(text: str) -> list[str]:
+    """Return the names of groups, which commas separate; an argument type."""
+    return [group_name(name) for name in text.split(",")]
+
+
+def seconds(text: str) -> float:
+    """Return a number of seconds, 0 or more; an argument type."""
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, as 600 or 0.5, found {text!r}")
+    return float(text)
 
 
 def directory_name(text: str) -> str:
@@ -154,14 +200,14 @@ def keep_of(arguments: argparse.Namespace) -> int | None:
 
     Raises
     ------
-    InvalidInputError
+    UsageError
         If ``--keep`` is given without it.
     """
     keep: int | None = arguments.keep
     if arguments.mode == "copy":
         return 1 if keep is None else keep
     if keep is not None:
-        raise InvalidInputError("--keep is for --mode copy", key="--keep", expected="--mode copy", found=arguments.mode)
+        raise UsageError("--keep is for --mode copy")
     return None
 
 

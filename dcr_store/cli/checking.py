@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dcr_store.cli import progress, render
-from dcr_store.cli.arguments import Verbs, add_json, add_store, directory_name, open_store
+from dcr_store.cli.arguments import Verbs, add_json, add_store, directory_name, open_store, version_ref
 from dcr_store.cli.output import json_to_stdout, to_stdout
 
 
@@ -20,7 +20,9 @@ def register(verbs: Verbs) -> None:
         ),
     )
     add_store(parser)
-    parser.add_argument("version", metavar="VERSION", nargs="?", help="only this version (default: all of all lines)")
+    parser.add_argument(
+        "version", metavar="VERSION", nargs="?", type=version_ref, help="only this version (default: all of all lines)"
+    )
     parser.add_argument("--deep", action="store_true", help="also decode every chunk and compare the states' digests")
     parser.add_argument(
         "--against",

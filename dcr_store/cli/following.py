@@ -11,7 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcr_store.cli import render
-from dcr_store.cli.arguments import Verbs, add_json, add_mode, add_store, directory_name, keep_of, nbytes, open_store
+from dcr_store.cli.arguments import (
+    UsageError,
+    Verbs,
+    add_json,
+    add_mode,
+    add_store,
+    checked,
+    directory_name,
+    group_name,
+    keep_of,
+    line_name,
+    line_version,
+    member_name,
+    nbytes,
+    open_store,
+)
 from dcr_store.cli.output import json_to_stdout, one_line, to_stderr, to_stdout
 from dcr_store.errors import NotFoundError
 from dcr_store.format.names import version_number
@@ -39,10 +54,17 @@ def register(verbs: Verbs) -> None:
     parser.add_argument(
         "directory", metavar="DIR", type=directory_name, help="directory of the checkpoint; created if there is none"
     )
-    parser.add_argument("--group", metavar="G", help="change versions together with the other receivers of this group")
-    parser.add_argument("--name", metavar="R", help="name of this receiver in the group")
-    parser.add_argument("--line", metavar="L", help="line to follow (default: the group's, or main)")
-    parser.add_argument("--until", metavar="VERSION", help="end once the directory holds this version, or a later one")
+    parser.add_argument(
+        "--group", metavar="G", type=group_name, help="change versions together with the other receivers of this group"
+    )
+    parser.add_argument("--name", metavar="R", type=member_name, help="name of this receiver in the group")
+    parser.add_argument("--line", metavar="L", type=line_name, help="line to follow (default: the group's, or main)")
+    parser.add_argument(
+        "--until",
+        metavar="LINE@NUMBER",
+        type=line_version,
+        help="end once the directory holds this version, or a later one",
+    )
     parser.add_argument(
         "--once", action="store_true", help="end once there is nothing more to do now; fail at the first failure"
     )
@@ -62,6 +84,7 @@ def register(verbs: Verbs) -> None:
     parser.add_argument(
         "--engine",
         metavar="KIND=URL",
+        type=checked(_check_engine),
         action="append",
         default=[],
         help="let an engine take each version from the directory: sglang, vllm or vllm-reload (repeatable)",
@@ -69,6 +92,7 @@ def register(verbs: Verbs) -> None:
     parser.add_argument(
         "--on-prepared",
         metavar="CMD",
+        type=checked(_check_command),
         action="append",
         default=[],
         help="a command to run when a version is about to be applied (repeatable)",
@@ -76,6 +100,7 @@ def register(verbs: Verbs) -> None:
     parser.add_argument(
         "--on-applied",
         metavar="CMD",
+        type=checked(_check_command),
         action="append",
         default=[],
         help="a command to run when the directory holds a version, after the engines; again if it fails (repeatable)",
@@ -84,11 +109,24 @@ def register(verbs: Verbs) -> None:
     parser.set_defaults(run=follow)
 
 
+def _check_engine(text: str) -> None:
+    from dcr_store.receive.engines import engine
+
+    engine(text)
+
+
+def _check_command(text: str) -> None:
+    from dcr_store.receive.announcing import Command
+
+    Command(text)
+
+
 def follow(arguments: argparse.Namespace) -> int:
     """Keep a directory at the newest version."""
     if (arguments.group is None) != (arguments.name is None):
-        to_stderr("dcr: --group and --name go together; see: dcr follow --help")
-        return 2
+        raise UsageError("--group and --name go together")
+    if None not in (arguments.line, arguments.until) and arguments.until.rpartition("@")[0] != arguments.line:
+        raise UsageError(f"--until {arguments.until} is no version of --line {arguments.line}")
     from dcr_store.receive.announcing import announcer
     from dcr_store.receive.copying import CopyBringer
 

@@ -7,7 +7,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dcr_store.cli import render_groups
-from dcr_store.cli.arguments import Verbs, add_json, add_storage_options, add_store, natural, open_store
+from dcr_store.cli.arguments import (
+    Verbs,
+    add_json,
+    add_storage_options,
+    add_store,
+    group_name,
+    line_name,
+    member_name,
+    natural,
+    open_store,
+    version_ref,
+)
 from dcr_store.cli.output import json_to_stdout, to_stdout
 
 if TYPE_CHECKING:
@@ -46,7 +57,9 @@ def register(verbs: Verbs) -> None:
         lambda store, found: store.group(found.group).propose(found.version),
         "propose a version",
         "Propose a version of the group's line, also an older one. It stands until it is promoted or withdrawn.",
-    ).add_argument("version", metavar="VERSION", nargs="?", help="the version (default: the newest of the line)")
+    ).add_argument(
+        "version", metavar="VERSION", nargs="?", type=version_ref, help="the version (default: the newest of the line)"
+    )
     withdraw = _act(
         acts,
         "withdraw",
@@ -54,7 +67,9 @@ def register(verbs: Verbs) -> None:
         "withdraw the proposal that stands",
         "Withdraw the proposal that stands. Members propose by themselves only versions that come after it.",
     )
-    withdraw.add_argument("version", metavar="VERSION", nargs="?", help="only if it is of this version")
+    withdraw.add_argument(
+        "version", metavar="VERSION", nargs="?", type=version_ref, help="only if it is of this version"
+    )
     _add_reason(withdraw, "withdrawn by hand")
     drop = _act(
         acts,
@@ -64,7 +79,7 @@ def register(verbs: Verbs) -> None:
         "Drop a member, which stops serving when it reads that, or wait no more for one that never came. Started "
         "again, it comes back.",
     )
-    drop.add_argument("name", metavar="NAME", help="name of the member")
+    drop.add_argument("name", metavar="NAME", type=member_name, help="name of the member")
     _add_reason(drop, "dropped by hand")
     _act(
         acts,
@@ -72,7 +87,7 @@ def register(verbs: Verbs) -> None:
         lambda store, found: store.group(found.group).admit(found.name),
         "let a further receiver in",
         "Let a receiver of this name come into the group from now on. Promotions wait for it once it has come.",
-    ).add_argument("name", metavar="NAME", help="name of the receiver")
+    ).add_argument("name", metavar="NAME", type=member_name, help="name of the receiver")
 
 
 def _register_create(acts: Verbs) -> None:
@@ -83,8 +98,10 @@ def _register_create(acts: Verbs) -> None:
         "create a group",
         "Create a group. Nothing is promoted before every receiver NAMEd here has come once.",
     )
-    parser.add_argument("names", metavar="NAME", nargs="*", help="a receiver that is expected")
-    parser.add_argument("--line", metavar="L", default="main", help="line that the group follows (default main)")
+    parser.add_argument("names", metavar="NAME", nargs="*", type=member_name, help="a receiver that is expected")
+    parser.add_argument(
+        "--line", metavar="L", type=line_name, default="main", help="line that the group follows (default main)"
+    )
     parser.add_argument("--anyone", action="store_true", help="let receivers of any name come by themselves")
     parser.add_argument(
         "--manual",
@@ -112,7 +129,7 @@ def _act(acts: Verbs, name: str, act: Act, summary: str, description: str) -> ar
         return 0
 
     parser: argparse.ArgumentParser = acts.add_parser(name, help=summary, description=description)
-    parser.add_argument("group", metavar="GROUP", help="name of the group")
+    parser.add_argument("group", metavar="GROUP", type=group_name, help="name of the group")
     add_storage_options(parser)
     add_json(parser)
     parser.set_defaults(run=run)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Final
 
+from dcr_store.cli.arguments import UsageError
 from dcr_store.cli.output import OutputClosedError, one_line, to_stderr
 from dcr_store.cli.parser import build
 from dcr_store.errors import DcrError
@@ -67,7 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     try:
         arguments = build().parse_args(argv)
-        code: int = arguments.run(arguments)
+        try:
+            code: int = arguments.run(arguments)
+        except UsageError as error:
+            to_stderr(f"dcr: {one_line(str(error))}; see: dcr {arguments.verb} --help")
+            return USAGE
     except SystemExit as stop:
         # argparse has printed its line, or the help; a caller of main() gets the code like any other.
         return stop.code if isinstance(stop.code, int) else USAGE

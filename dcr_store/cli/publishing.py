@@ -8,9 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcr_store.cli import progress, render
-from dcr_store.cli.arguments import Pairs, Verbs, add_json, add_store, directory_name, natural, open_store, scalar
+from dcr_store.cli.arguments import (
+    Pairs,
+    UsageError,
+    Verbs,
+    add_json,
+    add_store,
+    directory_name,
+    group_names,
+    line_name,
+    natural,
+    open_store,
+    scalar,
+    seconds,
+)
 from dcr_store.cli.output import json_to_stdout, to_stdout
-from dcr_store.errors import NotFoundError
+from dcr_store.errors import LagError, NotFoundError
 
 if TYPE_CHECKING:
     from dcr_store.store import Store
@@ -34,7 +47,7 @@ def register(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--chunk-elements",
-        type=natural,
+        type=_chunk_elements,
         metavar="N",
         help="elements in a chunk, a power of two from 64 to 16777216 (default 1048576)",
     )
@@ -53,7 +66,7 @@ def register(verbs: Verbs) -> None:
         type=directory_name,
         help="an HF directory of safetensors files, or one such file",
     )
-    parser.add_argument("--line", metavar="L", default="main", help="line to publish on (default main)")
+    parser.add_argument("--line", metavar="L", type=line_name, default="main", help="line to publish on (default main)")
     parser.add_argument("--message", metavar="M", help="what this version is, for people")
     parser.add_argument(
         "--meta",
@@ -72,8 +85,37 @@ def register(verbs: Verbs) -> None:
         "--owner", metavar="O", help="run id; who publishes again under the same one takes up what it left unfinished"
     )
     parser.add_argument("--takeover", action="store_true", help="take over a transaction that another owner left open")
+    parser.add_argument(
+        "--wait-for",
+        metavar="G,G",
+        type=group_names,
+        default=[],
+        help="after the commit, wait until these groups have promoted the version, or a later one",
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=seconds,
+        help="with --wait-for: fail if that takes longer; the version stays committed (default: wait for ever)",
+    )
+    parser.add_argument(
+        "--max-ahead",
+        metavar="K",
+        type=natural,
+        help="refuse to begin a version that comes more than K after the active one of a group of --ahead-of",
+    )
+    parser.add_argument(
+        "--ahead-of", metavar="G,G", type=group_names, help="groups for --max-ahead (default: those of --wait-for)"
+    )
     add_json(parser)
     parser.set_defaults(run=publish)
+
+
+def _chunk_elements(text: str) -> int:
+    n = natural(text)
+    if not 64 <= n <= 1 << 24 or n & (n - 1):
+        raise argparse.ArgumentTypeError(f"expected a power of two from 64 to 16777216, found {text}")
+    return n
 
 
 def init(arguments: argparse.Namespace) -> int:
@@ -105,6 +147,7 @@ def init(arguments: argparse.Namespace) -> int:
 
 def publish(arguments: argparse.Namespace) -> int:
     """Publish a checkpoint."""
+    ahead_of = _ahead_of(arguments)
     # Not resolved: beside a link means beside the link.
     checkpoint = Path(os.path.abspath(arguments.checkpoint))  # noqa: PTH100
     if not checkpoint.exists():
@@ -118,17 +161,39 @@ def publish(arguments: argparse.Namespace) -> int:
             owner=arguments.owner,
             takeover=arguments.takeover,
             baseline=arguments.baseline or beside,
+            max_ahead=arguments.max_ahead,
+            ahead_of=ahead_of,
         )
+        late: LagError | None = None
         with transaction:
             summary = transaction.write_checkpoint(arguments.checkpoint)
-            version = transaction.commit()
+            try:
+                version = transaction.commit(wait_for=arguments.wait_for, timeout_s=arguments.timeout)
+            except LagError as error:
+                late, version = error, store.show(transaction.version).info
         note = _layout_change(store, version)
     if arguments.json:
         left_out = [{"path": path, "reason": reason} for path, reason in summary.left_out]
         json_to_stdout({**version.to_json(), "left_out": left_out})
     else:
         to_stdout(render.published(version, summary.left_out, note))
+    if late is not None:
+        raise late
     return 0
+
+
+def _ahead_of(arguments: argparse.Namespace) -> list[str]:
+    """Return for which groups ``--max-ahead`` counts; refuse options that say nothing without another one."""
+    if arguments.timeout is not None and not arguments.wait_for:
+        raise UsageError("--timeout is how long to wait for the groups of --wait-for")
+    if arguments.max_ahead is None:
+        if arguments.ahead_of is not None:
+            raise UsageError("--ahead-of is for --max-ahead")
+        return []
+    groups: list[str] = arguments.wait_for if arguments.ahead_of is None else arguments.ahead_of
+    if not groups:
+        raise UsageError("--max-ahead needs groups: --ahead-of, or --wait-for")
+    return groups
 
 
 def _layout_change(store: Store, version: VersionInfo) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dcr_store.cli import progress, render
-from dcr_store.cli.arguments import Verbs, add_json, add_store, open_store
+from dcr_store.cli.arguments import Verbs, add_json, add_store, line_name, open_store, version_ref
 from dcr_store.cli.output import json_to_stdout, to_stdout
 
 
@@ -17,7 +17,7 @@ def register(verbs: Verbs) -> None:
         description="List the versions of a line, newest first; with --json oldest first.",
     )
     add_store(parser)
-    parser.add_argument("--line", metavar="L", default="main", help="line to list (default main)")
+    parser.add_argument("--line", metavar="L", type=line_name, default="main", help="line to list (default main)")
     add_json(parser)
     parser.set_defaults(run=log)
 
@@ -27,7 +27,7 @@ def register(verbs: Verbs) -> None:
         description="Show one version: what it is based on, its files, its tensors.",
     )
     add_store(parser)
-    parser.add_argument("version", metavar="VERSION", help="the version")
+    parser.add_argument("version", metavar="VERSION", type=version_ref, help="the version")
     add_json(parser)
     parser.set_defaults(run=show)
 
@@ -40,8 +40,8 @@ def register(verbs: Verbs) -> None:
         ),
     )
     add_store(parser)
-    parser.add_argument("a", metavar="A", help="the version before")
-    parser.add_argument("b", metavar="B", help="the version after")
+    parser.add_argument("a", metavar="A", type=version_ref, help="the version before")
+    parser.add_argument("b", metavar="B", type=version_ref, help="the version after")
     add_json(parser)
     parser.set_defaults(run=diff)
 

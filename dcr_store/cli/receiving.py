@@ -6,7 +6,16 @@ import argparse
 from typing import TYPE_CHECKING
 
 from dcr_store.cli import progress, render
-from dcr_store.cli.arguments import Verbs, add_json, add_mode, add_store, directory_name, keep_of, open_store
+from dcr_store.cli.arguments import (
+    Verbs,
+    add_json,
+    add_mode,
+    add_store,
+    directory_name,
+    keep_of,
+    open_store,
+    version_ref,
+)
 from dcr_store.cli.output import json_to_stdout, to_stdout
 
 if TYPE_CHECKING:
@@ -25,7 +34,7 @@ def register(verbs: Verbs) -> None:
         ),
     )
     add_store(parser)
-    parser.add_argument("version", metavar="VERSION", help="the version")
+    parser.add_argument("version", metavar="VERSION", type=version_ref, help="the version")
     parser.add_argument(
         "directory", metavar="DIR", type=directory_name, help="directory of the checkpoint; created if there is none"
     )
@@ -47,7 +56,9 @@ def register(verbs: Verbs) -> None:
     parser.add_argument(
         "directory", metavar="DIR", type=directory_name, help="directory of the checkpoint; created if there is none"
     )
-    parser.add_argument("--version", metavar="VERSION", help="the version (default: the newest of main)")
+    parser.add_argument(
+        "--version", metavar="VERSION", type=version_ref, help="the version (default: the newest of main)"
+    )
     add_mode(parser)
     _add_force(parser)
     add_json(parser)

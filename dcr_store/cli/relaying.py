@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import Final
 
-from dcr_store.cli.arguments import Verbs, add_storage_options, directory_name, nbytes
+from dcr_store.cli.arguments import UsageError, Verbs, add_storage_options, directory_name, nbytes, store_url
 from dcr_store.cli.output import to_stderr, to_stdout
 from dcr_store.errors import NotFoundError, StorageError
 from dcr_store.format.names import STORE_KEY
@@ -28,6 +28,7 @@ def register(verbs: Verbs) -> None:
     parser.add_argument(
         "--upstream",
         metavar="STORE",
+        type=store_url,
         action="append",
         required=True,
         help="the store, or another relay (repeatable: ways to the same store, the first that works is used)",
@@ -74,8 +75,7 @@ def relay(arguments: argparse.Namespace) -> int:
         raise StorageError('a relay needs the extra relay, which is not here: pip install "aiohttp>=3.10"') from error
     host, port = arguments.listen
     if (arguments.tls_cert is None) != (arguments.tls_key is None):
-        to_stderr("dcr: --tls-cert and --tls-key go together; see: dcr relay --help")
-        return 2
+        raise UsageError("--tls-cert and --tls-key go together")
     settings = Settings(
         host,
         port,

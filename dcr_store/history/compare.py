@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from dcr_store.format.documents import SPACES
 from dcr_store.history.report import Problem, VerifyReport
 from dcr_store.layout.dtypes import Bits
 from dcr_store.layout.layout import Layout
+from dcr_store.payload.version import Table, root_of
 from dcr_store.targets.checkpoint import Checkpoint, open_checkpoint
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
 from dcr_store.versions.catalog import Catalog, Located
@@ -99,9 +101,21 @@ def _compare_bits(
         comparer = _Comparer(layout, target)
         places = {s: np.where(found[s] == path.target.tables[s], path.goal, UNKNOWN) for s in SPACES}
         replay(catalog.objects, path, comparer, places)
+    if comparer.differing:
+        problems += _held(catalog, located, found, checkpoint)
     order = {entry.name: i for i, entry in enumerate(layout.tensors)}
     for name, n in sorted(comparer.differing.items(), key=lambda item: order[item[0]]):
         problems.append(Problem(name, "the tensor has other bits", "0 elements differ", f"{n} differ"))
+
+
+def _held(catalog: Catalog, located: Located, found: Mapping[str, Table], checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Say which other version the bits are, if they are one."""
+    contents = catalog.contents(located)
+    root = root_of(contents.layout, dict(found), catalog.document.chunk_elements)
+    held = catalog.find_root(root)
+    if held:
+        names = " or ".join(item.name for item in held)
+        yield Problem(str(checkpoint.root), "holds the weights of another version, bit for bit", located.name, names)
 
 
 def _compare_files(catalog: Catalog, located: Located, checkpoint: Checkpoint, problems: list[Problem]) -> None:

@@ -7,23 +7,18 @@ but ``file``, ``memory``, ``s3``, ``http`` and ``https``. Several URLs of one st
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from dcr_store.errors import InvalidInputError, StorageError
 from dcr_store.objects.local import LocalObjects
 from dcr_store.objects.memory import MemoryObjects
 from dcr_store.objects.retry import RetryPolicy
+from dcr_store.objects.urls import RELAYED, SCHEME, not_a_url, unknown_protocol, ways
 
 if TYPE_CHECKING:
     from dcr_store.ports import ObjectStore
-
-_SCHEME: Final = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*://")
-_NEXT_URL: Final = re.compile(r",(?=(?:https?|s3|file)://)", re.IGNORECASE)
-_RELAYED: Final = ("http://", "https://")
-_FORMS: Final = "a path, file://, memory://, s3://bucket/prefix, or http://host:port of a relay"
 
 
 def open_objects(
@@ -60,11 +55,11 @@ def open_objects(
     except TypeError:
         text = None
     if not isinstance(text, str) or text in ("", "file://", "local://") or "\0" in text:
-        raise InvalidInputError(f"not a store's URL: {url!r}; give {_FORMS}")
+        raise not_a_url(url)
     if not (storage_options is None or isinstance(storage_options, Mapping)):
         found = type(storage_options).__name__  # not what it holds: that may be a secret
         raise InvalidInputError("are no options", key="storage_options", expected="a mapping", found=found)
-    urls = _NEXT_URL.split(text)
+    urls = ways(text)
     if len(urls) == 1:
         return _open_one(text, storage_options, retry)
     from dcr_store.objects.fallback import FallbackObjects
@@ -80,8 +75,8 @@ def open_upstreams(urls: Sequence[str], storage_options: Mapping[str, Any] | Non
     for_relays = {name: options.pop(name) for name in list(options) if name.startswith("relay_")}
     takers: dict[str, dict[str, Any]] = {"http://": for_relays, "https://": for_relays, "s3://": options}
     upstreams, taken = [], []
-    for url in [one for several in urls for one in _NEXT_URL.split(several)]:
-        scheme = _SCHEME.match(url)
+    for url in [one for several in urls for one in ways(several)]:
+        scheme = SCHEME.match(url)
         own = takers.get(scheme[0].lower()) if scheme else None
         taken.append(own)
         upstreams.append(_open_one(url, own, EACH_POLICY, is_one_of_several=True))
@@ -94,8 +89,8 @@ def open_upstreams(urls: Sequence[str], storage_options: Mapping[str, Any] | Non
 def _open_one(
     text: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy | None, *, is_one_of_several: bool = False
 ) -> ObjectStore:
-    text = _SCHEME.sub(lambda match: match[0].lower(), text)
-    if text.startswith(_RELAYED):
+    text = SCHEME.sub(lambda match: match[0].lower(), text)
+    if text.startswith(RELAYED):
         from dcr_store.objects.http import EACH_TIMEOUTS_S, TIMEOUTS_S, HttpObjects
 
         return HttpObjects(text, storage_options, retry, EACH_TIMEOUTS_S if is_one_of_several else TIMEOUTS_S)
@@ -114,9 +109,7 @@ def _open_one(
             ) from error
         return S3Objects(text, storage_options, retry)
     if protocol not in (None, "file", "local", "memory"):
-        raise InvalidInputError(
-            f"cannot keep a store at {text!r}: protocol {protocol!r} has no atomic put-if-absent here; use {_FORMS}"
-        )
+        raise unknown_protocol(text, protocol)
     if storage_options:
         raise InvalidInputError(f"{text!r} takes no storage options, but {sorted(storage_options)} were given")
     if protocol == "memory":

@@ -172,7 +172,7 @@ def test_init(tmp_path: Path) -> None:
 
 
 def test_init_refuses_a_chunk_length_that_is_no_power_of_two(tmp_path: Path) -> None:
-    assert "1000" in refused("init", tmp_path / "s", "--chunk-elements", 1000)
+    assert "1000" in refused("init", tmp_path / "s", "--chunk-elements", 1000, code=2)
     assert not (tmp_path / "s" / "dcr.json").exists()
 
 
@@ -367,36 +367,37 @@ def test_a_missing_store_says_how_to_create_one(verb: str, checkpoints: list[Pat
 
 
 @pytest.mark.parametrize(
-    ("version", "says"),
+    ("version", "says", "code"),
     [
-        ("main@3", "main@2"),
-        ("main@03", "main@03"),
-        ("exp@0", "exp"),
-        ("main@-1", "main@-1"),
-        ("../main@0", "../main@0"),
-        ("0000000000", "0000000000"),
-        ("", "version"),
-        ("main@0\nmain@1", "main@0"),
+        ("main@3", "main@2", 1),
+        ("main@03", "main@03", 2),
+        ("exp@0", "exp", 1),
+        ("main@-1", "main@-1", 2),
+        ("../main@0", "../main@0", 2),
+        ("0000000000", "0000000000", 1),
+        ("", "version", 2),
+        ("main@0\nmain@1", "main@0", 2),
     ],
 )
-def test_a_version_that_does_not_exist(store: Path, tmp_path: Path, version: str, says: str) -> None:
-    assert says in refused_inside("show", store, version)
-    refused_inside("checkout", store, version, tmp_path / "out")
+def test_a_version_that_does_not_exist(store: Path, tmp_path: Path, version: str, says: str, code: int) -> None:
+    """One that could not exist is a mistake of the command line."""
+    assert says in refused_inside("show", store, version, code=code)
+    refused_inside("checkout", store, version, tmp_path / "out", code=code)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("line", ["../x", "a/b", ".hidden", "", "x" * 129, "a b", "main\n"])
 def test_a_line_with_a_wrong_name(store: Path, checkpoints: list[Path], line: str) -> None:
     before = sorted(store.rglob("*"))
-    refused_inside("log", store, "--line", line)
-    refused_inside("publish", store, checkpoints[0], "--line", line)
+    refused_inside("log", store, "--line", line, code=2)
+    refused_inside("publish", store, checkpoints[0], "--line", line, code=2)
     assert sorted(store.rglob("*")) == before
 
 
 def test_what_is_no_store(tmp_path: Path, checkpoints: list[Path]) -> None:
     (tmp_path / "file").write_text("x")
     refused_inside("log", tmp_path / "file")
-    refused_inside("log", "gopher://host/x")
+    refused_inside("log", "gopher://host/x", code=2)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "dcr.json").write_text('{"format":"something-else"}')

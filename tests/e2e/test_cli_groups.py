@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from states import write_hf
 
 import dcr_store
 from dcr_store.cli.main import main
@@ -30,6 +32,10 @@ class Shell:
 
     def document(self, *line: object) -> Any:
         return json.loads(self.text(*line, "--json"))
+
+    def both(self) -> tuple[str, str]:
+        """Return what was written to both since the last look."""
+        return self._capsys.readouterr()
 
     def refused(self, *line: object, code: int = 1) -> str:
         found = main([str(word) for word in line])
@@ -154,13 +160,43 @@ def test_an_empty_store_has_nothing_to_show(shell: Shell, tmp_path: Path) -> Non
     assert "no version on line 'main'" in shell.refused("group", tmp_path / "store", "propose", "eu")
 
 
+def test_a_publisher_waits_for_groups_and_stays_near_them(shell: Shell, place: Path, tmp_path: Path) -> None:
+    checkpoint = write_hf(tmp_path / "checkpoint", {"w": np.arange(100, dtype=np.int32)})
+    shell.text("group", place, "create", "eu", "r1")
+    assert "there is no group 'us'" in shell.refused("publish", place, checkpoint, "--wait-for", "us")
+    assert "would be more than 2 ahead" in shell.refused(
+        "publish", place, checkpoint, "--max-ahead", "2", "--ahead-of", "eu"
+    )
+    assert "would be more than 1 ahead" in shell.refused(
+        "publish", place, checkpoint, "--max-ahead", 1, "--wait-for", "eu"
+    )
+    assert len(dcr_store.open(place).log()) == 2, "nothing was begun"
+    # Committed, and told, though the group is late.
+    assert main(["publish", str(place), str(checkpoint), "--wait-for", "eu", "--timeout", "0.1"]) == 1
+    out, err = shell.both()
+    assert "main@2" in out
+    assert "main@2 is committed, but not promoted everywhere after 0.1 s: group eu is at no version" in err
+    prepare(started(place, "r1"))
+    version = shell.document("publish", place, checkpoint, "--max-ahead", "1", "--ahead-of", "eu")["version"]
+    assert version == "main@3"
+    follower = threading.Thread(target=lambda: follow(place, tmp_path / "node"))
+    follower.start()
+    try:
+        version = shell.document("publish", place, checkpoint, "--wait-for", "eu", "--timeout", "60")["version"]
+        assert dcr_store.open(place).group("eu").status().active == version == "main@4"
+    finally:
+        follower.join()
+
+
+def follow(place: Path, directory: Path) -> None:
+    with dcr_store.open(place) as store, store.receiver(directory, group="eu", name="r1") as receiver:
+        receiver.follow(until="main@4")
+
+
 def test_refusals(shell: Shell, place: Path) -> None:
     shell.text("group", place, "create", "eu", "r1")
     for line, says in (
         (("create", "eu"), "exists already"),
-        (("create", "a/b"), "cannot name a group"),
-        (("create", "us", "a.b"), "cannot name a member"),
-        (("create", "us", "--line", "a/b"), "cannot name a line"),
         (("show", "us"), "there is no group 'us'; there are: eu"),
         (("propose", "eu", "main@7"), "no such version; the head of main is main@1"),
         (("propose", "eu", "x"), "no version on line 'x'"),
@@ -170,6 +206,9 @@ def test_refusals(shell: Shell, place: Path) -> None:
         assert says in shell.refused("group", place, *line), line
     for line, says in (
         (("create", "us", "--drop-after", "0"), "expected a number of 1 or more"),
+        (("create", "a/b"), "cannot name a group"),
+        (("create", "us", "a.b"), "cannot name a member"),
+        (("create", "us", "--line", "a/b"), "cannot name a line"),
         (("elect", "eu"), "ACT"),
         ((), "ACT"),
     ):

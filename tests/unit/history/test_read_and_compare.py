@@ -108,6 +108,18 @@ class TestCompare:
             n = int(np.count_nonzero(np.frombuffer(raw(array), uint) != np.frombuffer(raw(STATES[1][name]), uint)))
             assert told.get(name) == (f"{n} differ" if n else None)
 
+    def test_another_version_is_named(self, store: Store, tmp_path: Path) -> None:
+        report = store.compare_directory("main@2", tmp_path / "c1")
+        first = report.problems[0]
+        assert (first.key, first.expected, first.found) == (str(tmp_path / "c1"), "main@2", "main@1")
+        assert "another version" in first.what
+        path = next((tmp_path / "c1").glob("*.safetensors"))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        report = store.compare_directory("main@2", tmp_path / "c1")
+        assert not [problem for problem in report.problems if "another version" in problem.what], "it is none"
+
     def test_another_file_structure(self, store: Store, tmp_path: Path) -> None:
         directory = write_hf(tmp_path / "one", STATES[0], 1, 0)
         report = store.compare_directory("main@0", directory)
