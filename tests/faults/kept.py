@@ -343,6 +343,11 @@ class SideBySide(Kept):
         super().keep_as_old()
         self._before = self._content()
 
+    def harm(self, how: harms.Harm, rng: random.Random) -> None:
+        """Do something to the target, also to a version that was current before and is no more."""
+        super().harm(how, rng)
+        self._before = {p: (p.stat().st_ino, p.read_bytes()) for p in self._before if p.exists()}
+
     def _content(self) -> dict[Path, tuple[int, bytes]]:
         """Return the files of the current version: inode and content."""
         directory = (self.target / "current").resolve()
