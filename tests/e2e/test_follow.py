@@ -108,7 +108,6 @@ def test_mistakes(store: str, checkpoints: list[Path], tmp_path: Path) -> None:
     before = tree(foreign)
     for arguments, expected in (
         ((foreign,), "no version of this store"),
-        ((tmp_path / "node", "--until", "main"), "no version to follow the line until"),
         ((tmp_path / "node", "--group", "eu", "--name", "r0"), "no group 'eu'"),
         ((tmp_path / "node", "--spool", Path(store) / "spool"), "is a store, or inside of one"),
         ((Path(store) / "node",), "is a store, or inside of one"),
@@ -120,6 +119,7 @@ def test_mistakes(store: str, checkpoints: list[Path], tmp_path: Path) -> None:
         assert err.count("\n") == 1
     assert tree(foreign) == before
     assert dcr("follow", store, tmp_path / "node", "--spool-bytes", "10KB")[0] == 2
+    assert dcr("follow", store, tmp_path / "node", "--until", "main")[0] == 2
     assert not (tmp_path / "node").exists()
 
 

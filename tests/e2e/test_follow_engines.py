@@ -67,7 +67,7 @@ def test_pull_side_by_side(store: str, checkpoints: list[Path], tmp_path: Path) 
 @pytest.mark.parametrize("verb", ["pull", "follow"])
 def test_keep_is_for_copies(store: str, tmp_path: Path, verb: str) -> None:
     code, _, err = dcr(verb, store, tmp_path / "node", "--keep", 2)
-    assert code == 1
+    assert code == 2
     assert "--keep is for --mode copy" in err
     assert not (tmp_path / "node").exists()
 
@@ -137,7 +137,7 @@ def test_a_command_before_that_fails_holds_nothing_up(store: str, checkpoints: l
 @pytest.mark.parametrize("arguments", [["--engine", "nobody=http://localhost"], ["--on-applied", " "]])
 def test_what_nobody_can_be_told_by(store: str, tmp_path: Path, arguments: list[str]) -> None:
     code, _, err = dcr("follow", store, tmp_path / "node", "--once", *arguments)
-    assert code == 1
+    assert code == 2
     assert "is no " in err
     assert not (tmp_path / "node").exists()
 

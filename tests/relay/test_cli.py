@@ -105,7 +105,7 @@ def test_mistakes_are_one_line(
             ({"--listen": f"127.0.0.1:{taken}"}, 1, "cannot listen"),
             ({"--cache": str(tmp_path / "other")}, 1, "another relay"),
             ({"--cache": str(tmp_path / "full")}, 1, "something else"),
-            ({"--upstream": "ftp://x/y"}, 1, "ftp"),
+            ({"--upstream": "ftp://x/y"}, 2, "ftp"),
             ({"--upstream": str(tmp_path / "nowhere")}, 1, "no store here to relay"),
             ({"--storage-option": "key=x"}, 1, "none of"),
         ]:
