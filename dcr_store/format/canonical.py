@@ -36,8 +36,7 @@ def encode(document: object, max_depth: int = MAX_DEPTH) -> bytes:
     """
     try:
         _check(document, max_depth)
-        text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        return text.encode()
+        return _ENCODER.encode(document).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(
             f"cannot be written as JSON: {error}; use text, finite numbers, lists, objects"
@@ -46,7 +45,7 @@ def encode(document: object, max_depth: int = MAX_DEPTH) -> bytes:
 
 def _check(value: object, levels: int) -> None:
     """Refuse keys that json.dumps would turn into text by itself (two of them could meet), and too many levels."""
-    if not isinstance(value, dict | list | tuple):
+    if not isinstance(value, _NESTED):
         return
     if levels == 0:
         raise InvalidInputError("cannot be written as JSON: it nests too many levels of objects and lists; flatten it")
@@ -56,7 +55,8 @@ def _check(value: object, levels: int) -> None:
                 raise InvalidInputError(f"cannot be written as JSON: the key {key!r} is no string; use str({key!r})")
         value = list(value.values())
     for item in value:
-        _check(item, levels - 1)
+        if isinstance(item, _NESTED):
+            _check(item, levels - 1)
 
 
 def decode(data: bytes, key: str) -> Any:
@@ -75,9 +75,7 @@ def decode(data: bytes, key: str) -> Any:
         If the bytes are no JSON of the strict kind.
     """
     try:
-        value = json.loads(
-            data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
-        )
+        value = _DECODER.decode(data.decode())
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()  # fails where half a pair stands alone
         return value
@@ -158,3 +156,8 @@ def _finite(text: str) -> float:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON number")
+
+
+_NESTED: Final = (dict, list, tuple)
+_ENCODER: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)

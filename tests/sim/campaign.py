@@ -13,7 +13,6 @@ import argparse
 import gc
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -91,7 +90,16 @@ class Runner:
         gc.freeze()
         gc.disable()  # so that nothing is finalized in another actor's turn
 
-    def run(self, seeds: range, scene: str | None, *, until_failure: bool = False, is_traced: bool = False) -> Report:
+    def run(
+        self,
+        seeds: range,
+        scene: str | None,
+        *,
+        until_failure: bool = False,
+        is_traced: bool = False,
+        progress: int = 0,
+    ) -> Report:
+        """Run seeds; says every `progress` seeds how far it has come."""
         report = Report()
         totals: Counter[str] = Counter()
         began_s = time.process_time()
@@ -103,6 +111,8 @@ class Runner:
             try:
                 world.run()
             except Exception as error:
+                if until_failure and not isinstance(error, ViolationError):
+                    raise  # of the patch, not of the rule
                 report.failures.append(f"seed {seed} ({name}): {type(error).__name__}: {error}")
                 if not until_failure:
                     print(report.failures[-1], file=sys.stderr, flush=True)
@@ -117,6 +127,14 @@ class Runner:
                 break
             if seed % 50 == 0:
                 gc.collect()
+            if progress and (report.n_seeds % progress == 0 or report.n_seeds == len(seeds)):
+                used_s = time.process_time() - began_s
+                print(
+                    f"{time.strftime('%H:%M:%S')}  {report.n_seeds} of {len(seeds)} seeds, the last {seed}; "
+                    f"{used_s / report.n_seeds * 1e3:.1f} ms each; {len(report.failures)} failed",
+                    file=sys.stderr,
+                    flush=True,
+                )
         report.seconds = time.process_time() - began_s
         report.counters = dict(totals)
         return report
@@ -125,10 +143,20 @@ class Runner:
         """Run seeds with one safety rule taken out, until that shows."""
         take_out, scene = REMOVALS[rule]
         with take_out():
-            return self.run(seeds, scene, until_failure=True)
+            report = self.run(seeds, scene, until_failure=True)
+        print(
+            f"without {rule!r}: {report.n_seeds} seeds, {report.failures or 'nothing found'}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return report
 
     def close(self) -> None:
+        """Remove what is left, and require that nothing remembered has been changed by those who got it."""
         shutil.rmtree(self._root)
+        changed = memory.changed()
+        if changed:
+            raise RuntimeError(f"remembered, and changed since: {changed[0]:.300}")
 
 
 def main() -> int:
@@ -140,11 +168,13 @@ def main() -> int:
     parser.add_argument("--scene", choices=list(SCENES), help="of all seeds, instead of one that each chooses")
     parser.add_argument("--without", choices=[*REMOVALS, "each"], help="take a safety rule out, until that shows")
     parser.add_argument("--trace", action="store_true", help="print every step")
+    parser.add_argument("--progress", type=int, default=0, metavar="N", help="say every N seeds how far it has come")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     arguments = parser.parse_args()
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     if arguments.processes > 1:
         options = [] if arguments.scene is None else ["--scene", arguments.scene]
+        options += ["--progress", str(arguments.progress)]
         report = run(seeds.start, len(seeds), arguments.processes, *options)
     else:
         runner = Runner()
@@ -154,7 +184,7 @@ def main() -> int:
                 found = {rule: runner.run_without(rule, seeds) for rule in rules}
                 print(json.dumps({rule: asdict(report) for rule, report in found.items()}, indent=1))
                 return 0 if all(report.failures for report in found.values()) else 1
-            report = runner.run(seeds, arguments.scene, is_traced=arguments.trace)
+            report = runner.run(seeds, arguments.scene, is_traced=arguments.trace, progress=arguments.progress)
         finally:
             runner.close()
     print(json.dumps(asdict(report)) if arguments.json else report.to_text(), flush=True)
@@ -163,11 +193,9 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(TESTS))
-    from sim import process
+    from sim import memory, process
     from sim.removals import REMOVALS
     from sim.scenes import SCENES, Stage
+    from sim.scheduler import ViolationError
 
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # the threads of the actors wait for ever
+    sys.exit(main())

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -22,6 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from sim.world import World
 
+_MARKER: Final = "/.dcr/marker.json"
+_ASIDE: Final = ("/.dcr/lock", "/.dcr/marker.json.new", "/.dcr/spool/")  # no part of what a target holds
 PAGE_NBYTES: Final = 128  # real pages are larger, and so are real tensors
 _NAMES: Final = (
     "open",
@@ -40,6 +43,7 @@ _NAMES: Final = (
 )
 REAL: Final = {name: getattr(os, name) for name in _NAMES}
 REAL_FLOCK: Final = fcntl.flock
+REAL_PATH: Final = os.path.realpath
 
 
 class Disk:
@@ -53,6 +57,8 @@ class Disk:
         Whether it keeps versions side by side there, with a link to the one to be read.
     has_changed : bool
         Set by whatever changes a file of that; the judge looks, and resets it.
+    has_marked : bool
+        Set where that may have changed what its marker says, or which version the link leads to; likewise.
     """
 
     def __init__(self, root: Path) -> None:
@@ -62,24 +68,27 @@ class Disk:
         self.durable: dict[int, bytes] = {}
         self.journal: list[tuple[set[str], Callable[[], None]]] = []
         self.keeps_copies = False
-        self.has_changed = False
+        self.has_changed = self.has_marked = False
 
     # ------------------------------------------------------------------ what was done
 
-    def changed(self, path: str) -> None:
-        self.has_changed |= path.startswith(self.target)
+    def changed(self, path: str, *, is_name: bool = False) -> None:
+        if path.startswith(self.target) and not any(part in path for part in _ASIDE):
+            self.has_changed = True
+            # Only a marker's own bytes and names tell what it says: not what is written to any other file.
+            self.has_marked |= is_name or path.endswith(_MARKER)
 
     def named(self, undo: Callable[[], None], *paths: str) -> None:
-        self.changed(paths[-1])
+        self.changed(paths[-1], is_name=True)
         self.journal.append(({os.path.dirname(path) for path in paths}, undo))
 
-    def synced(self, descriptor: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        if os.path.isdir(path):
+    def synced(self, descriptor: int, path: str) -> None:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
             last = max((i for i, (parents, _) in enumerate(self.journal) if path in parents), default=-1)
             del self.journal[: last + 1]
-        elif os.path.exists(path):
-            self.durable[os.stat(path).st_ino] = read_file(path)
+        elif found.st_nlink:
+            self.durable[found.st_ino] = read_file(path)
 
     # ------------------------------------------------------------------ power loss
 
@@ -94,7 +103,7 @@ class Disk:
                 path = os.path.join(parent, name)
                 if not os.path.islink(path):
                     n_reverted += self._tear(path, rng)
-        self.has_changed = True
+        self.has_changed = self.has_marked = True
         return n_reverted
 
     def rot(self, rng: Random) -> None:
@@ -238,7 +247,7 @@ class Calls:
         text, disk = self._disk_of(descriptor)
         if disk is not None:
             self._step(f"fsync {os.path.basename(text)}")
-            disk.synced(descriptor)
+            disk.synced(descriptor, text)
 
     def replace(self, source: Any, place: Any, **options: Any) -> None:
         text, disk = self._disk(place)
@@ -302,6 +311,23 @@ class Calls:
         if disk is not None:
             disk.named(lambda: _gone(text), text)
 
+    def realpath(self, path: Any, **options: Any) -> Any:
+        """Look at what lies on a disk alone: above it there are no links."""
+        world = self.world
+        text = os.fspath(path)
+        if world is None or not isinstance(text, str) or not text.startswith(f"{world.root}/"):
+            return REAL_PATH(path, **options)
+        place = world.root
+        for part in text[len(place) + 1 :].split("/"):
+            place = f"{place}/{part}"
+            try:
+                is_plain = part not in ("", ".", "..") and not stat.S_ISLNK(os.lstat(place).st_mode)
+            except OSError:
+                is_plain = False
+            if not is_plain:
+                return REAL_PATH(path, **options)
+        return place
+
     def flock(self, descriptor: int, operation: int) -> None:
         text, disk = self._disk_of(descriptor)
         if disk is None:
@@ -364,8 +390,20 @@ def install() -> None:
     for name in _NAMES:
         setattr(os, name, getattr(CALLS, name))
     fcntl.flock = CALLS.flock  # type: ignore[assignment]
+    os.path.realpath = CALLS.realpath  # type: ignore[assignment]
 
 
 def _gone(path: str) -> None:
     if os.path.lexists(path):
         REAL["unlink"](path)
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory with all that is in it, past the wrapped calls."""
+    with os.scandir(path) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(entry.path)
+            else:
+                REAL["unlink"](entry.path)
+    REAL["rmdir"](path)

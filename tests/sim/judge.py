@@ -87,9 +87,7 @@ class Judge:
         self.states: list[State] = list(library.states)
         self.trees = list(library.trees)
         store = objects[STORE_KEY]
-        self.line = LineFold(hashlib.sha256(store).hexdigest())
-        while (data := objects.get(_record_key(self.line.length))) is not None:
-            self.line.advance(data)
+        self.line = _folded(objects)
         self.intents: dict[tuple[str, int], State] = {}
         self.lost: set[tuple[str, int]] = set()
         self.catalog = Catalog(
@@ -189,12 +187,12 @@ class Judge:
 
     def look_at(self, disk: Disk) -> None:
         """Check a target that has changed: a clean marker tells the truth, and ``current`` leads to a whole version."""
-        directory = disk.target
+        directory, has_marked, disk.has_marked = disk.target, disk.has_marked, False
         if disk.keeps_copies:
             directory = f"{directory}/current"
             if not Path(directory).is_symlink():
                 return
-        version = self._clean_version(directory)
+        version = self._clean_version(directory) if has_marked else self._markers.get(directory, (b"", None))[1]
         if version is not None:
             self.require_bits(directory, version, "is marked clean")
         _require(version is not None or not disk.keeps_copies, f"{directory} leads to a version that is not whole")
@@ -211,6 +209,7 @@ class Judge:
         try:
             data = read_file(f"{directory}/.dcr/marker.json")
         except OSError:
+            self._markers.pop(directory, None)
             return None
         seen, version = self._markers.get(directory, (None, None))
         if seen != data:
@@ -256,18 +255,31 @@ def _require(condition: bool, message: str) -> None:
         raise ViolationError(message)
 
 
+def _folded(objects: dict[str, bytes]) -> LineFold:
+    line = LineFold(hashlib.sha256(objects[STORE_KEY]).hexdigest())
+    while (data := objects.get(_record_key(line.length))) is not None:
+        line.advance(data)
+    return line
+
+
 def _record_key(seq: int) -> str:
     return f"log/main/{seq:020d}.json"
 
 
 def _tree(directory: str) -> dict[str, bytes]:
-    found = {}
-    for parent, directories, files in os.walk(directory):
-        if ".dcr" in directories:
-            directories.remove(".dcr")
-        for name in files:
-            path = Path(parent, name)
-            found[str(path.relative_to(directory))] = path.read_bytes()
+    """Return the files below a directory by relative path, without the target's own notes."""
+    found: dict[str, bytes] = {}
+    left = [""]
+    while left:
+        below = left.pop()
+        if not Path(directory, below).is_dir():
+            continue  # gone: then its files are missed
+        with os.scandir(f"{directory}/{below}") as entries:
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    found[below + entry.name] = read_file(entry.path)
+                elif entry.name != ".dcr":
+                    left.append(f"{below}{entry.name}/")
     return found
 
 

@@ -218,7 +218,7 @@ def acknowledged_proposal() -> contextlib.AbstractContextManager[None]:
 
 def prepared_means_here() -> contextlib.AbstractContextManager[None]:
     """A member says that it is prepared, whatever it has of the version."""
-    return _patched((Transfers, "_bring", lambda self, ref, tag: False))
+    return _patched((Transfers, "_bring", lambda self, ref, tag, before: False))
 
 
 def applied_when_promoted() -> contextlib.AbstractContextManager[None]:

@@ -9,7 +9,6 @@ from typing import Final
 from sim import groups
 from sim.actors import follower, publisher, puller, reader
 from sim.library import N_STEPS, Library, long, short
-from sim.scheduler import Carriers
 from sim.world import World
 
 from dcr_store.format.groups import Policy
@@ -24,6 +23,7 @@ OBJECT_FAULTS: Final = {
     "lag": 0.5,
 }
 PROCESS_FAULTS: Final = {"crash": 4.0, "sleep": 4.0, "power": 1.0}
+SPAN: Final = 60  # steps, about, of a version that is published or pulled
 FILE_FAULTS: Final = {"full": 0.5, "short": 0.5, "torn": 1.0, "power at a write": 1.0}
 
 
@@ -32,24 +32,19 @@ class Stage:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.carriers = Carriers()
         self.short, self.long = short(), long()
 
     def world(self, seed: int, library: Library) -> World:
-        root = self.root / f"{seed}"
-        root.mkdir()
-        return World(seed, library, root, self.carriers)
+        return World(seed, library, self.root)
 
 
 def publishing(stage: Stage, seed: int) -> World:
     """One run, or two, that publish a few versions."""
     world = stage.world(seed, stage.short)
     rng = world.rng
-    last = rng.choice([1, 1, 2, 2, 3])
-    n = rng.choice([0, 1, 1, 2, 2, 3, 4, 6])
-    world.set_faults(
-        n, rng.choice([0.01, 0.03, 0.1]), {**OBJECT_FAULTS, **PROCESS_FAULTS, **FILE_FAULTS, "power": 3.0, "rot": 2.0}
-    )
+    last = rng.choice([1, 1, 1, 2, 2, 3])
+    kinds = {**OBJECT_FAULTS, **PROCESS_FAULTS, **FILE_FAULTS, "power": 3.0, "rot": 2.0}
+    world.set_faults(rng.choice([1, 1, 2, 2, 3, 4]), SPAN * last, kinds)
     takes_over = rng.choice([0.0, 0.0, 0.3])
     world.add_role("trainer", world.add_host(), publisher(last, "run", takes_over=takes_over))
     if rng.random() < 0.3:
@@ -62,10 +57,9 @@ def receiving(stage: Stage, seed: int) -> World:
     """A directory that goes through versions of many structures, on a machine that dies."""
     world = stage.world(seed, stage.long)
     rng = world.rng
-    n = rng.choice([0, 1, 1, 2, 2, 3, 4])
+    goals = [f"main@{rng.randrange(N_STEPS)}" for _ in range(rng.choice([1, 1, 1, 2, 2, 3]))]
     kinds = {**OBJECT_FAULTS, **PROCESS_FAULTS, **FILE_FAULTS, "power": 3.0, "power at a write": 5.0}
-    world.set_faults(n, rng.choice([0.01, 0.03, 0.1]), kinds)
-    goals = [f"main@{rng.randrange(N_STEPS)}" for _ in range(rng.choice([1, 1, 2, 2, 3]))]
+    world.set_faults(rng.choice([1, 1, 2, 2, 3]), SPAN * len(goals), kinds)
     world.add_role("node", world.add_host(), puller(goals))
     return world
 
@@ -74,9 +68,9 @@ def copying(stage: Stage, seed: int) -> World:
     """Versions side by side, with a link to one of them and an engine that reads it."""
     world = stage.world(seed, stage.long)
     rng = world.rng
+    goals = [f"main@{rng.randrange(N_STEPS)}" for _ in range(rng.choice([2, 2, 2, 3]))]
     kinds = {**OBJECT_FAULTS, **PROCESS_FAULTS, **FILE_FAULTS, "power": 4.0, "power at a write": 2.0}
-    world.set_faults(rng.choice([0, 1, 1, 2, 3, 4]), rng.choice([0.01, 0.03, 0.1]), kinds)
-    goals = [f"main@{rng.randrange(N_STEPS)}" for _ in range(rng.choice([2, 2, 3]))]
+    world.set_faults(rng.choice([1, 1, 2, 3]), SPAN * len(goals), kinds)
     host = world.add_host()
     host.keeps_copies = True
     world.add_role("node", host, puller(goals))
@@ -89,12 +83,11 @@ def following(stage: Stage, seed: int) -> World:
     """A run that publishes, and directories that are kept at the head."""
     world = stage.world(seed, stage.short)
     rng = world.rng
-    n = rng.choice([0, 1, 2, 3, 4, 6])
+    last, n_receivers = rng.choice([1, 1, 1, 2, 4]), rng.choice([1, 1, 2])
     kinds = {**OBJECT_FAULTS, **PROCESS_FAULTS, **FILE_FAULTS, "power": 3.0, "rot": 2.0}
-    world.set_faults(n, rng.choice([0.01, 0.03]), kinds)
-    last = rng.choice([1, 2, 4])
+    world.set_faults(rng.choice([1, 2, 3, 4, 6]), SPAN * (last + 1) * n_receivers, kinds)
     world.add_role("trainer", world.add_host(), publisher(last, "run"))
-    for index in range(rng.choice([1, 1, 2])):
+    for index in range(n_receivers):
         world.add_role(f"node{index}", world.add_host(), follower(last))
     return world
 
@@ -107,7 +100,7 @@ def grouping(stage: Stage, seed: int) -> World:
     last = N_STEPS - 1
     policy = Policy(proposing=rng.choice(["newest", "manual"]), drop_after_s=rng.choice([None, None, 1, 3]))
     group = groups.Group(world, names, policy)
-    world.set_faults(rng.choice([0, 1, 2, 3, 4, 6]), rng.choice([0.02, 0.05, 0.1]), OBJECT_FAULTS | PROCESS_FAULTS)
+    world.set_faults(rng.choice([0, 1, 2, 3, 4, 6]), SPAN * len(names), OBJECT_FAULTS | PROCESS_FAULTS)
     on_disk = rng.random() < 0.15
     for name in names:
         world.add_role(name, world.add_host(), follower(last, group) if on_disk else groups.member(group, last))

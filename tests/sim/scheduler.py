@@ -1,14 +1,16 @@
-"""One actor runs at a time: threads that pass a baton, in an order drawn from a seed.
+"""One actor runs at a time: they pass a baton, in an order drawn from a seed.
 
-Each actor is a real thread, so that the code under test is called as it is; it runs only while it holds the baton and
-gives it up at every call of a port. So the whole run is one sequence of steps, and the same seed gives the same one.
+Each actor has a stack of its own (a greenlet: passing the baton between threads costs more than what most steps do),
+so that the code under test is called as it is; it gives up the baton at every call of a port. So the whole run is one
+sequence of steps, and the same seed gives the same one.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from random import Random
+
+from greenlet import getcurrent, greenlet
 
 
 class Killed(BaseException):
@@ -20,48 +22,19 @@ class ViolationError(Exception):
 
 
 class Actor:
-    """One process. `is_killed` from the instant of its death, `has_ended` when its thread has unwound."""
+    """One process. `is_killed` from the instant of its death, `has_ended` when its stack has unwound."""
 
     def __init__(self, name: str, function: Callable[[Actor], None]) -> None:
         self.name, self.function = name, function
-        self.turn = threading.Lock()
-        self.turn.acquire()
+        self.stack: greenlet | None = None
         self.wake_at = 0.0
-        self.is_started = self.is_killed = self.has_ended = False
+        self.is_killed = self.has_ended = False
         self.hands_to: Actor | None = None
         self.live: set[str] = set()  # the transactions of this process
         self.locks: dict[int, int] = {}  # descriptors and inodes of files that it has locked, or is about to
 
     def __repr__(self) -> str:
         return self.name
-
-
-class Carriers:
-    """Threads that run one actor after the other: they keep what the code under test keeps for each thread."""
-
-    def __init__(self) -> None:
-        self.idle: list[Carrier] = []
-
-    def carry(self, run: Callable[[Carrier], None]) -> None:
-        carrier = self.idle.pop() if self.idle else Carrier()
-        carrier.run = run
-        carrier.go.release()
-
-
-class Carrier:
-    def __init__(self) -> None:
-        self.go = threading.Lock()
-        self.go.acquire()
-        self.run: Callable[[Carrier], None] | None = None
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            self.go.acquire()
-            run, self.run = self.run, None
-            assert run is not None
-            run(self)
-            del run
 
 
 class Scheduler:
@@ -81,9 +54,8 @@ class Scheduler:
 
     STEP_S = 0.002
 
-    def __init__(self, rng: Random, carriers: Carriers, *, stays: float, max_steps: int) -> None:
+    def __init__(self, rng: Random, *, stays: float, max_steps: int) -> None:
         self.rng, self.stays, self.max_steps = rng, stays, max_steps
-        self.carriers = carriers
         self.actors: list[Actor] = []
         self.current: Actor | None = None
         self.clock, self.n_steps = 0.0, 0
@@ -91,8 +63,8 @@ class Scheduler:
         self.on_end: Callable[[Actor], None] = lambda actor: None
         self.failure: BaseException | None = None
         self.trace: list[str] | None = None
-        self._main = threading.Lock()
-        self._main.acquire()
+        self._main = getcurrent()
+        self._heir: Actor | None = None
 
     def start(self, name: str, function: Callable[[Actor], None], *, delay_s: float = 0.0) -> Actor:
         actor = Actor(name, function)
@@ -102,10 +74,10 @@ class Scheduler:
 
     def run(self) -> None:
         """Run until every actor has ended; raise the first failure."""
-        first = self._choose(None)
-        if first is not None:
-            self._give(first)
-            self._main.acquire()
+        heir = self._choose(None)
+        while heir is not None:
+            self._give(heir)
+            heir = self._heir  # of the one that has ended
         if self.failure is not None:
             raise self.failure
 
@@ -150,14 +122,13 @@ class Scheduler:
         """End another actor now: it unwinds before this returns."""
         me = self.current
         victim.is_killed = True
-        if not victim.is_started:
+        if victim.stack is None:
             self._ended(victim)
             return
         assert me is not None
         assert me is not victim
         victim.hands_to = me
         self._give(victim)
-        me.turn.acquire()
         self.current = me
 
     # ------------------------------------------------------------------ the baton
@@ -181,23 +152,22 @@ class Scheduler:
         if chosen is not me:
             assert chosen is not None
             self._give(chosen)
-            me.turn.acquire()
             self.current = me
             if me.is_killed or self.failure is not None:
                 me.is_killed = True
                 raise Killed
 
     def _give(self, actor: Actor) -> None:
+        """Run another actor; returns when it is the caller's turn again."""
         self.current = actor
-        if actor.is_started:
-            actor.turn.release()
+        if actor.stack is None:
+            actor.stack = greenlet(self._carry, self._main)
+            actor.stack.switch(actor)
         else:
-            actor.is_started = True
-            self.carriers.carry(lambda carrier: self._carry(actor, carrier))
+            actor.stack.switch()
 
-    def _carry(self, actor: Actor, carrier: Carrier) -> None:
-        """Run an actor to its end, and pass the baton on. In a carrier's thread."""
-        self.current = actor
+    def _carry(self, actor: Actor) -> None:
+        """Run an actor to its end, on its own stack, and say who is next."""
         try:
             if self.failure is None:
                 actor.function(actor)
@@ -207,14 +177,7 @@ class Scheduler:
             self.fail(error)
         self.current = None
         self._ended(actor)
-        self.carriers.idle.append(carrier)  # before the baton goes: whoever gets it may start another actor
-        heir = actor.hands_to or self._choose(None)
-        if heir is None:
-            self._main.release()
-        elif heir is actor.hands_to:
-            heir.turn.release()
-        else:
-            self._give(heir)
+        self._heir = actor.hands_to or self._choose(None)
 
     def _ended(self, actor: Actor) -> None:
         actor.has_ended = True

@@ -14,7 +14,7 @@ OLD, NEW = b"o" * (4 * PAGE_NBYTES), b"n" * (4 * PAGE_NBYTES)
 
 def sync(disk: Disk, path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
-    disk.synced(descriptor)
+    disk.synced(descriptor, str(path))
     os.close(descriptor)
 
 

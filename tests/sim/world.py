@@ -7,7 +7,6 @@ drawn until their number is used up; then everything has to come to its end.
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +14,12 @@ from pathlib import Path
 from random import Random
 from typing import Final, NoReturn
 
-from sim.disk import CALLS, Disk, release
+from sim.disk import CALLS, Disk, release, remove_tree
 from sim.judge import Judge
 from sim.library import Library
 from sim.objects import Bucket, PlainObjects, SimObjects
 from sim.process import ENVIRONMENT
-from sim.scheduler import Actor, Carriers, Killed, Scheduler
+from sim.scheduler import Actor, Killed, Scheduler
 
 from dcr_store.format import canonical
 from dcr_store.format.documents import StoreDocument
@@ -50,51 +49,54 @@ class Fates:
 
     Parameters
     ----------
-    n_left : int
-        Faults that are still to come.
-    chance : float
-        That a given step meets one.
+    n : int
+        How many there are.
+    span : int
+        How many steps the simulation takes about: they come within that, spread over all of it or close together.
     kinds : mapping of str to float
         What may happen, and how often compared with the rest.
     """
 
-    def __init__(self, world: World, n_left: int, chance: float, kinds: Mapping[str, float]) -> None:
-        self.world, self.rng, self.n_left, self.chance = world, world.rng, n_left, chance
+    def __init__(self, world: World, n: int, span: int, kinds: Mapping[str, float]) -> None:
+        self.world, self.rng = world, world.rng
+        width = self.rng.choice([0.1, 0.4, 1.0]) * span
+        first = self.rng.random() * (span - width)
+        self._due = sorted((int(first + self.rng.random() * width) for _ in range(n)), reverse=True)
         self._kinds, self._weights = list(kinds), list(kinds.values())
-        self._next: str | None = None
-        self._awaits: tuple[str, ...] = ()
+        self._waiting: list[tuple[str, tuple[str, ...]]] = []  # faults, and the calls that may meet them
         self._cut_until: dict[Actor, float] = {}
         self._lagging_until = 0
 
     def draw(self) -> str | None:
         """Return the fault that this step meets, if any; those of requests and writes wait for the next of these."""
-        if self.n_left <= 0 or self._next is not None or self.rng.random() >= self.chance:
+        if not self._due or self.world.scheduler.n_steps < self._due[-1]:
             return None
+        self._due.pop()
         kind = self.rng.choices(self._kinds, self._weights)[0]
-        self.n_left -= 1
         if kind in ("crash", "sleep", "power", "rot"):
             return kind
         if kind == "lag":
             self.world.count("lag")
             self._lagging_until = self.world.scheduler.n_steps + 200
             return None
-        self._next = kind
         if kind in FILE_FATES or kind == "power at a write":
             # Mostly of weights: few of the others are worth much.
-            self._awaits = ("pwritev",) if self.rng.random() < 0.8 else ("pwritev", "pwrite")
+            awaits: tuple[str, ...] = ("pwritev",) if self.rng.random() < 0.8 else ("pwritev", "pwrite")
         elif kind in ("refused", "cut"):
-            self._awaits = ("get", "put", "create", "list", "size", "read back")
+            awaits = ("get", "put", "create", "list", "size", "read back")
         else:
             # What becomes of a conditional put is what the protocols turn on.
-            self._awaits = ("create",) if self.rng.random() < 0.6 else ("put", "create")
+            awaits = ("create",) if self.rng.random() < 0.6 else ("put", "create")
+        self._waiting.append((kind, awaits))
         return None
 
     def _meets(self, name: str) -> str | None:
-        if self._next is None or name not in self._awaits:
-            return None
-        kind, self._next = self._next, None
-        self.world.count(kind)
-        return kind
+        for index, (kind, awaits) in enumerate(self._waiting):
+            if name in awaits:
+                del self._waiting[index]
+                self.world.count(kind)
+                return kind
+        return None
 
     def of_request(self, actor: Actor, name: str) -> str | None:
         """Return what becomes of a request to the object store: None if it succeeds."""
@@ -126,13 +128,11 @@ class Fates:
 class World:
     """One simulation."""
 
-    def __init__(self, seed: int, library: Library, root: Path, carriers: Carriers) -> None:
+    def __init__(self, seed: int, library: Library, root: Path) -> None:
         self.seed = seed
         self.rng = Random(seed)
         self.counters: Counter[str] = Counter()
-        self.scheduler = Scheduler(
-            self.rng, carriers, stays=self.rng.choice([0.0, 0.5, 0.8, 0.9, 0.97]), max_steps=MAX_STEPS
-        )
+        self.scheduler = Scheduler(self.rng, stays=self.rng.choice([0.0, 0.5, 0.8, 0.9, 0.97]), max_steps=MAX_STEPS)
         self.bucket = Bucket(dict(library.objects))
         self.judge = Judge(library, self.bucket.objects)
         self.is_local = self.rng.random() < 0.5
@@ -141,12 +141,12 @@ class World:
         self.roles: list[Role] = []
         self._role_of: dict[Actor, Role] = {}
         self._without_power: set[int] = set()
-        self.fates = Fates(self, 0, 0.0, {"crash": 1.0})
+        self.fates = Fates(self, 0, 0, {"crash": 1.0})
         store = library.objects[STORE_KEY]
         self._document, self.sha256 = StoreDocument.from_bytes(store), canonical.sha256(store)
 
     def add_host(self) -> Disk:
-        disk = Disk(Path(self.root) / f"host{len(self.disks)}")
+        disk = Disk(Path(self.root) / f"{len(self.disks)}")
         self.disks.append(disk)
         return disk
 
@@ -156,8 +156,8 @@ class World:
         self._start(role, 0.0)
         return role
 
-    def set_faults(self, n: int, chance: float, kinds: Mapping[str, float]) -> None:
-        self.fates = Fates(self, n, chance, kinds)
+    def set_faults(self, n: int, span: int, kinds: Mapping[str, float]) -> None:
+        self.fates = Fates(self, n, span, kinds)
 
     def run(self) -> None:
         """Run to the end; raises what went wrong."""
@@ -169,7 +169,8 @@ class World:
             self._end()
         finally:
             ENVIRONMENT.scheduler, ENVIRONMENT.rng, CALLS.world = None, before, None
-            shutil.rmtree(self.root)
+            for disk in self.disks:
+                remove_tree(disk.root)
 
     def _end(self) -> None:
         """Look once more, at what must be so for good: the log, and every target after a last power loss."""
