@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-MAX_ENTRIES: Final = 20_000
+MAX_ENTRIES: Final = 2000
 _Key = tuple[Any, ...]
 
 
