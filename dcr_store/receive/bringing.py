@@ -41,6 +41,15 @@ class Bringer(Protocol):
     def held(self, catalog: Catalog) -> Located | None:
         """Return the version that the target surely holds; None if it is empty, torn, or holds something unknown."""
 
+    def ready(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> None:
+        """Do ahead what ``bring`` can do without touching the target, or nothing; called again, do it once.
+
+        Raises
+        ------
+        DcrError
+            As ``bring``.
+        """
+
     def bring(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> Outcome:
         """Bring the target to `goal`, from whatever state it is in.
 
@@ -96,6 +105,9 @@ class DirectoryBringer:
     def held(self, catalog: Catalog) -> Located | None:
         """Return the version that the directory's marker names, None if it is not clean or of another store."""
         return held(catalog, self._directory)
+
+    def ready(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> None:
+        """Do nothing: chunks are read and written one by one."""
 
     def bring(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> Outcome:
         """Bring the directory to `goal`; errors are those of ``pull``."""

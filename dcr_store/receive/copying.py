@@ -124,6 +124,9 @@ class CopyBringer:
         name = copy_directory.current_of(self._directory)
         return None if name is None else held(catalog, self._directory / name)
 
+    def ready(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> None:
+        """Do nothing: nobody waits for a copy that is not current yet."""
+
     def bring(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> Outcome:
         """Make `goal` current; errors are those of ``pull_copy``."""
         options: dict[str, Any] = {"keep": self._keep, "force": self._force, "fetcher": fetcher}

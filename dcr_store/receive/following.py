@@ -146,7 +146,7 @@ class Follow:
                 self._keeper.bring(goal, serves=False)
             prepared = brought(goal)
         elif preparation.wait(self._rests.next()):
-            prepared = preparation.result()
+            prepared = self._keeper.ready(preparation)
         else:
             return 0.0
         if not step.may_apply:

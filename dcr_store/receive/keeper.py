@@ -232,10 +232,16 @@ class Keeper:
             self.bring(goal, serves=serves)
             return brought(goal)
         try:
-            return preparation.result()
+            return self.ready(preparation)
         except DcrError:
             self.drop_preparation()
             raise
+
+    def ready(self, preparation: Preparation) -> Prepared:
+        """Wait until everything is at hand, and do ahead what need not happen while the target is in flux."""
+        prepared = preparation.result()
+        self._bringer.ready(self.catalog, preparation.goal, self._transfers.read)
+        return prepared
 
     # ------------------------------------------------------------------ bringing
 

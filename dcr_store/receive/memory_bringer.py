@@ -98,6 +98,9 @@ class StateDictBringer:
             self._known = known
         return known.located
 
+    def ready(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> None:
+        """Do nothing: chunks are read and written one by one."""
+
     def bring(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> Outcome:
         """Bring the tensors to `goal`; see ``bring``, which also tells what they held."""
         return self._bring(catalog, goal, fetcher)[0]

@@ -41,6 +41,15 @@ class _Held:
     located: Located
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What was read ahead of a bring."""
+
+    way: tuple[str, str, str, str, str]
+    reader: _Reader
+    changes: Mapping[str, Changes]
+
+
 class NativeBringer:
     """Keeps a live engine at a version; satisfies ``Bringer``.
 
@@ -61,6 +70,7 @@ class NativeBringer:
         self._threads: Executor | None = None
         self._held: _Held | None = None
         self._kept: dict[str, Bits] = {}
+        self._ready: _Ready | None = None
 
     def __repr__(self) -> str:
         return f"NativeBringer({self._target!r})"
@@ -71,6 +81,17 @@ class NativeBringer:
         if held is None or held.store_sha256 != catalog.store_sha256 or self._target.has_moved():
             return None
         return held.located
+
+    def ready(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> None:
+        """Read all changes that lead to `goal` ahead, if it can be reached by masks; ``bring`` holds as many itself."""
+        held = self.held(catalog)
+        if held is None or (self._ready is not None and self._ready.way == _way(catalog, held, goal)):
+            return
+        self._ready = None
+        edges = _edges(catalog, held, goal)
+        if edges is not None:
+            reader = _Reader(catalog, goal, fetcher)
+            self._ready = _Ready(_way(catalog, held, goal), reader, reader.changes(edges))
 
     def bring(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> Outcome:
         """Bring the engine to `goal`.
@@ -89,14 +110,20 @@ class NativeBringer:
         IntegrityError
             If the store is damaged, or the loader does something else each time.
         """
-        reader = _Reader(catalog, goal, fetcher)
-        held, layout = self.held(catalog), reader.layout
-        plan = self._target.plan
+        held, ready = self.held(catalog), self._ready
+        self._ready = None
+        if ready is not None and (held is None or ready.way != _way(catalog, held, goal)):
+            ready = None
+        reader = _Reader(catalog, goal, fetcher) if ready is None else ready.reader
+        layout, plan = reader.layout, self._target.plan
         if self._threads is None or self._target.has_moved() or plan is None or plan.layout_sha256 != layout.sha256:
             held = self._held = None
             self._target.rehearse(layout, reader.values, self._pool)
-        edges = None if held is None else _edges(catalog, held, goal)
-        changes = None if edges is None else reader.changes(edges)
+        changes: Mapping[str, Changes] | None = None
+        if held is not None and ready is not None:
+            changes = ready.changes
+        elif held is not None and (edges := _edges(catalog, held, goal)) is not None:
+            changes = reader.changes(edges)
         try:
             loaded = self._load(reader, changes)
         except LoaderChangedError:
@@ -109,7 +136,7 @@ class NativeBringer:
 
     def close(self) -> None:
         """Let go of the engine, which keeps its weights; what is known of it is forgotten."""
-        self._held, self._kept = None, {}
+        self._held, self._kept, self._ready = None, {}, None
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
@@ -209,6 +236,10 @@ class _Reader:
         return result
 
 
+def _way(catalog: Catalog, held: Located, goal: Located) -> tuple[str, str, str, str, str]:
+    return catalog.store_sha256, held.name, held.row.root, goal.name, goal.row.root
+
+
 def _edges(catalog: Catalog, held: Located, goal: Located) -> list[VersionContents] | None:
     """Return the versions whose changes lead from `held` to `goal`; None if there are none that do.
 
@@ -239,6 +270,8 @@ def _edges(catalog: Catalog, held: Located, goal: Located) -> list[VersionConten
 def _then(first: Changes | None, second: TensorChanges) -> Changes:
     """Return one change that does what two do one after the other."""
     small = np.int32 if second.entry.n_elements < 1 << 31 else np.int64
+    if first is None and not len(second.written):
+        return Changes(second.positions.astype(small, copy=False), second.masks, None)
     positions = np.concatenate([second.positions, second.written])
     if first is not None:
         positions = np.union1d(first.positions, positions)

@@ -17,6 +17,7 @@ from torch import nn
 import dcr_store
 from dcr_store import events
 from dcr_store.errors import IntegrityError, InvalidInputError, StorageError
+from dcr_store.payload.version import SealedPartition, fetch
 from dcr_store.receive.native_bringer import NativeBringer
 from dcr_store.store import Store
 from native.checkpoints import (
@@ -102,6 +103,38 @@ def test_only_changes_are_fetched_and_only_once(case: Case) -> None:
     delta = case.bring(1).nbytes_fetched
     assert 0 < delta < whole / 3
     assert case.bring(1).nbytes_fetched == 0
+
+
+def test_what_was_read_ahead_is_not_read_again(case: Case) -> None:
+    catalog = case.store._catalog
+    read: list[str] = []
+
+    def fetcher(item: SealedPartition) -> bytes:
+        read.append(item.ref.sha256)
+        return fetch(catalog.objects, item.ref)
+
+    case.bring(0)
+    before = octets(case.engine)
+    for goal in (2, 1, 1):  # another goal takes the place of the first, and the same one again is read once
+        case.target.ready(catalog, catalog.resolve(f"main@{goal}"), fetcher)
+    assert len(read) == len(set(read)) + 1  # the change to main@1 leads to main@2 too
+    assert octets(case.engine) == before
+    n_read = len(read)
+    outcome = case.target.bring(catalog, catalog.resolve("main@1"), fetcher)
+    case.assert_is(1)
+    assert len(read) == n_read
+    assert outcome.nbytes_fetched > 0
+    case.target.ready(catalog, catalog.resolve("main@2"), fetcher)
+    case.bring(3)  # not where it was made ready for
+    case.assert_is(3)
+    case.target.ready(catalog, catalog.resolve("main@0"), fetcher)
+    n_read = len(read)
+    with torch.no_grad():
+        parameter = next(iter(case.engine.parameters()))
+        parameter.data = torch.zeros_like(parameter)  # elsewhere: nothing is known of it
+    case.target.bring(catalog, catalog.resolve("main@0"), fetcher)
+    assert len(read) > n_read
+    case.assert_is(0)
 
 
 NAMES = [name for name in SHAPES if "rotary" not in name]
