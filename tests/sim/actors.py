@@ -185,7 +185,7 @@ def follower(last: int, group: Group | None = None) -> Callable[[World, Role, Ac
                     return
             except FencedError:
                 world.count("member fenced")
-                if role.newest is not actor:
+                if role.has_successor(actor):
                     return
             except ConflictError:
                 world.scheduler.sleep(world.rng.uniform(0.1, 0.5))

@@ -168,7 +168,7 @@ def member(group: Group, last: int) -> Callable[[World, Role, Actor], None]:
                     return
             except FencedError:
                 world.count("member fenced")
-                if role.newest is not actor:
+                if role.has_successor(actor):
                     return
                 me = None
             except ConflictError:

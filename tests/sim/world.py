@@ -43,6 +43,10 @@ class Role:
     is_done: bool = False
     actors: set[Actor] = field(default_factory=set)
 
+    def has_successor(self, actor: Actor) -> bool:
+        """Whether a later process does what is to be done. One that is done does nothing more: it is none."""
+        return self.newest is not actor and self.newest is not None and not self.newest.has_ended
+
 
 class Fates:
     """The faults of one simulation, as they are drawn.
