@@ -10,7 +10,7 @@ from typing import Final
 
 from real_engines.shapes import SHAPES, make
 
-_TIMEOUT_S: Final = 900
+_TIMEOUT_S: Final = 3600
 
 
 def run(name: str, tp: int, directory: Path) -> bool:

@@ -17,6 +17,7 @@ import torch
 from native.checkpoints import assert_same, octets
 
 import dcr_store
+from dcr_store.errors import InvalidInputError
 from dcr_store.targets.native.target import NativeLoaderTarget
 from real_engines.shapes import N_VERSIONS, SHAPES, model_directory, store_directory, version_tensors
 
@@ -43,6 +44,8 @@ def received(engine: Any, directory: Path, kind: str) -> str:
             load_reference(iter(version_tensors(directory, kind, number).items()))
             try:
                 assert_same(module, reference)
+                have, want = derived(module), derived(reference)
+                assert have == want, f"different: {[name for name in want if have.get(name) != want[name]]}"
             except AssertionError as error:
                 raise AssertionError(f"main@{number} differs") from error
     plan = target.plan
@@ -50,11 +53,46 @@ def received(engine: Any, directory: Path, kind: str) -> str:
     assert target.n_loads == 1 + N_VERSIONS, target.n_loads  # the first as it was prepared, with values
     assert {name.rpartition(".")[2] for name in plan.fallbacks} == SHAPES[kind].by_value, plan.fallbacks
     n_names = len(version_tensors(directory, kind, 0))
-    values = ", ".join(f"{name} ({why})" for name, why in plan.fallbacks.items()) or "none"
+    assert n_names == len(plan.moved) + len(plan.fallbacks) + len(plan.skipped)
+    refusal = ""
+    if plan.fallbacks:
+        refusal = " (where nothing may, it was refused)"
+        refused(engine, directory, kind, set(plan.fallbacks))
+    why = "".join(f"\n    {name} {reason}" for name, reason in plan.fallbacks.items())
     return (
-        f"{N_VERSIONS} versions equal in all {len(octets(module))} parameters and buffers; "
-        f"masks: {len(plan.moved)} of {n_names} tensors, values: {values}; {seconds:.1f} s"
+        f"{N_VERSIONS} versions, all {len(octets(module))} parameters and buffers "
+        f"{f'and {len(derived(module))} derived tensors ' if derived(module) else ''}equal; {n_names} tensors: "
+        f"{len(plan.moved)} moved, {len(plan.fallbacks)} fell back{refusal}, {len(plan.skipped)} skipped; "
+        f"{seconds:.1f} s{why}"
     )
+
+
+def derived(module: torch.nn.Module) -> dict[str, bytes]:
+    """Return the bytes of the tensors that a module keeps beside its parameters and buffers."""
+    return {
+        f"{path}.{name}": value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for path, owner in module.named_modules()
+        for name, value in vars(owner).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def refused(engine: Any, directory: Path, kind: str, names: set[str]) -> None:
+    """Hold that the same loader is refused by name, before anything is written, where nothing may fall back."""
+    module, load_weights = engine.build(model_directory(directory, kind))
+    before = octets(module)
+    target = NativeLoaderTarget(load_weights, module, fallback=False)
+    with dcr_store.open(store_directory(directory, kind)) as store, store.receiver(target) as receiver:
+        found = None
+        try:
+            receiver.prepare("main@0")
+        except InvalidInputError as error:
+            found = error
+    assert found is not None, "was not refused"
+    assert found.key in names, found.key
+    assert f"{found.key} is " in str(found), str(found)
+    assert found.found == f"{len(names)} that are not copied so", found.found
+    assert octets(module) == before, "was written before it was refused"
 
 
 def main(name: str, tp: int, rank: int, directory: Path) -> int:

@@ -39,16 +39,28 @@ _GROUPED: Final = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
     "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+}
+_YARN: Final = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model: its configuration, and the tensors (last part of their names) that loaders are known not to move."""
+    """A model: its configuration, and by the last part of their names, tensors that loaders are known not to move, and
+    those that are stored as FP32."""
 
     config: str
     options: dict[str, Any]
     by_value: frozenset[str] = frozenset()
+    in_fp32: frozenset[str] = frozenset()
 
 
 SHAPES: Final = {
@@ -58,13 +70,23 @@ SHAPES: Final = {
     # Its correction bias is stored as BF16 and held as FP32.
     "deepseek_v3": Shape(
         "DeepseekV3Config",
-        {**_COMMON, **_EXPERTS, **_LATENT, **_GROUPED, "num_key_value_heads": 4},
+        {**_COMMON, **_EXPERTS, **_LATENT, **_GROUPED, "num_key_value_heads": 4, "rope_parameters": _YARN},
         frozenset({"e_score_correction_bias"}),
     ),
-    # A becomes -exp of what was loaded.
+    # A becomes -exp of what was loaded, in vLLM; SGLang keeps A_log. Both hold FP32 and are given BF16.
     "mamba": Shape(
         "MambaConfig", {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
         frozenset({"A_log"}),
+    ),
+    # A becomes -exp of what was loaded, in both; copied without a cast before.
+    "mamba2": Shape(
+        "Mamba2Config",
+        {
+            "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8,
+            "num_heads": 8, "head_dim": 16, "n_groups": 2, "intermediate_size": 128, "rms_norm": True,
+        },
+        frozenset({"A_log"}),
+        in_fp32=frozenset({"A_log"}),
     ),
 }  # fmt: skip
 
@@ -90,6 +112,9 @@ def make(directory: Path, kind: str) -> None:
     config = getattr(transformers, shape.config)(**shape.options)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] in shape.in_fp32:
+            parameter.data = parameter.data.float()
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(model_directory(directory, kind))
     loaded = load_file(model_directory(directory, kind) / "model.safetensors")
