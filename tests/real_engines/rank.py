@@ -44,7 +44,7 @@ def received(engine: Any, directory: Path, kind: str) -> str:
             load_reference(iter(version_tensors(directory, kind, number).items()))
             try:
                 assert_same(module, reference)
-                have, want = derived(module), derived(reference)
+                have, want = others(module), others(reference)
                 assert have == want, f"different: {[name for name in want if have.get(name) != want[name]]}"
             except AssertionError as error:
                 raise AssertionError(f"main@{number} differs") from error
@@ -61,13 +61,13 @@ def received(engine: Any, directory: Path, kind: str) -> str:
     why = "".join(f"\n    {name} {reason}" for name, reason in plan.fallbacks.items())
     return (
         f"{N_VERSIONS} versions, all {len(octets(module))} parameters and buffers "
-        f"{f'and {len(derived(module))} derived tensors ' if derived(module) else ''}equal; {n_names} tensors: "
+        f"{f'and {len(others(module))} other tensors ' if others(module) else ''}equal; {n_names} tensors: "
         f"{len(plan.moved)} moved, {len(plan.fallbacks)} fell back{refusal}, {len(plan.skipped)} skipped; "
         f"{seconds:.1f} s{why}"
     )
 
 
-def derived(module: torch.nn.Module) -> dict[str, bytes]:
+def others(module: torch.nn.Module) -> dict[str, bytes]:
     """Return the bytes of the tensors that a module keeps beside its parameters and buffers."""
     return {
         f"{path}.{name}": value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
