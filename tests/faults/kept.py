@@ -172,8 +172,8 @@ class Kept:
 
     # ------------------------------------------------------------------ what is missing, and what is wrong
 
-    def held(self) -> Tensors | None:
-        """Return the tensors that a run finds, None if it cannot take anything for granted."""
+    def held(self, goal: int) -> Tensors | None:
+        """Return the tensors that a run to `goal` finds, None if it cannot take anything for granted."""
         return _readable(self.target)
 
     def certain(self) -> int | None:
@@ -182,14 +182,11 @@ class Kept:
 
     def is_told(self) -> bool:
         """Whether the target tells which versions may be in it."""
-        try:
-            return isinstance(read_marker(self.target), Marker)
-        except DcrError:
-            return False
+        return _marker(self.target) is not None
 
     def limits(self, costs: Costs, goal: int) -> tuple[int, int] | None:
         """Return how many chunks a run may write now, and how many bytes it may fetch; None if there is no telling."""
-        held, wanted = self.held(), self._tensors(goal)
+        held, wanted = self.held(goal), self._tensors(goal)
         if held is None or _table(held) != _table(wanted):
             return None
         now, right = costs.chunks(goal, held), self._chunks(costs, goal, goal)
@@ -302,12 +299,17 @@ def _between(a: int, b: int) -> range:
     return range(min(a, b) + 1, max(a, b) + 1)
 
 
-def _clean(directory: Path) -> int | None:
+def _marker(directory: Path) -> Marker | None:
     try:
         marker = read_marker(directory)
     except DcrError:
         return None
-    return _number(marker.target) if isinstance(marker, Marker) and marker.state == "clean" else None
+    return marker if isinstance(marker, Marker) else None
+
+
+def _clean(directory: Path) -> int | None:
+    marker = _marker(directory)
+    return _number(marker.target) if marker is not None and marker.state == "clean" else None
 
 
 def _table(tensors: Tensors) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -381,13 +383,12 @@ class SideBySide(Kept):
         for path in self.target.glob("*@*"):
             assert {item.name for item in (path / ".dcr").iterdir()} <= {"lock", "marker.json"}
 
-    def held(self) -> Tensors | None:
-        """Return what is half-built, and the current version's tensors for files that are not there."""
-        half = [path for path in harms.half_built(self.target) if (path / harms.MARKER).exists()]
-        if not (self.target / "current").is_symlink():
+    def held(self, goal: int) -> Tensors | None:
+        """Return what is half-built of `goal`, if that is known to be it; else what is current."""
+        half = [path for path in harms.half_built(self.target) if path.name.startswith(f"main@{goal}-")]
+        if half and _marker(half[0]) is not None:
             return _readable(half[0]) if len(half) == 1 else None
-        found = read_tensors(self.target / "current")
-        return found if not half else _readable(half[0]) if len(half) == 1 else None
+        return read_tensors(self.target / "current") if (self.target / "current").is_symlink() else None
 
     def certain(self) -> int | None:
         return _clean(self.target / "current") if (self.target / "current").exists() else None
@@ -439,7 +440,7 @@ class InMemory(Kept):
     def image(self, checkpoint: Path) -> bytes:
         return image_of_tensors(read_tensors(checkpoint))
 
-    def held(self) -> Tensors | None:
+    def held(self, goal: int) -> Tensors | None:
         """Return garbage: a new process begins with nothing."""
         tensors = read_tensors(self.checkpoints[0])
         return {n: (dtype, shape, bytes([GARBAGE]) * len(data)) for n, (dtype, shape, data) in tensors.items()}
@@ -469,17 +470,17 @@ class InSharedMemory(InMemory):
             (self.target / "memory").write_bytes(bytes([GARBAGE]) * nbytes)
 
     def assert_done(self, goal: int) -> None:
-        assert self.held() == read_tensors(self.checkpoints[goal])
+        assert self.held(goal) == read_tensors(self.checkpoints[goal])
         super().assert_done(goal)
 
-    def held(self) -> Tensors | None:
+    def held(self, goal: int) -> Tensors | None:
         table = [(name, dtype, shape) for name, (dtype, shape, _) in read_tensors(self.checkpoints[0]).items()]
         assert places_of(table)[1] == (self.target / "memory").stat().st_size
         found = tensors_in((self.target / "memory").read_bytes(), table)
         return {name: (dtype, shape, raw(found[name])) for name, dtype, shape in table}
 
     def certain(self) -> int | None:
-        held = self.held()
+        held = self.held(0)
         return next((n for n in self.goals if held == read_tensors(self.checkpoints[n])), None)
 
 
