@@ -2,8 +2,8 @@
 
 A chunk is a mask, mostly zeros, or an anchor's bits. The encoder takes the smallest of nothing, sparse, dense and
 raw. Every function that reads an encoded chunk treats it as hostile: what violates the format is refused with
-``FormatError`` before anything of the caller's is written, and memory is bounded by the decoded chunk. Encoding is
-deterministic for one version of the zstd library.
+``FormatError`` before anything of the caller's is written (but for the `out` of ``decode``), and memory is bounded by
+the decoded chunk. Encoding is deterministic for one version of the zstd library.
 
 `base`, the bits that a mask applies to, is accepted for methods that condition on it; format 1 has none and ignores it.
 """
@@ -227,7 +227,7 @@ def find_changes(base: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits]:
 
 
 def compare(base: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, int]:
-    """Compare two chunks like ``find_changes``, and digest the new one while its bits are in the cache.
+    """Compare two chunks like ``find_changes``, and digest the new one.
 
     Returns
     -------

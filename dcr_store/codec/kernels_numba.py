@@ -84,7 +84,7 @@ def _find(bits: Bits, base: U64, base_step: int, rest: Bits) -> tuple[U32, Bits]
 
 
 def find_gaps(positions: U32, typical: int, max_k: int) -> tuple[U32, int, int]:
-    """Return the gaps before ascending positions, and what their coding is chosen by."""
+    """Return the gaps before ascending positions, at least one, and what their coding is chosen by."""
     gaps = np.empty(len(positions), np.uint32)
     k, n_occupied = _kernel(_find_gaps, "uint32", "", "", "uint32 out")(positions, typical, max_k, gaps)
     return gaps, k, n_occupied

@@ -86,7 +86,7 @@ def _nonzero_flags(flags: NDArray[np.bool_]) -> NDArray[np.intp]:
 
 
 def find_gaps(positions: U32, typical: int, max_k: int) -> tuple[U32, int, int]:
-    """Return the gaps before ascending positions, and what their coding is chosen by.
+    """Return the gaps before ascending positions, at least one, and what their coding is chosen by.
 
     Returns
     -------

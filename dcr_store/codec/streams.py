@@ -74,7 +74,7 @@ def stored_nbytes(content: U8) -> int:
 
 def _smallest(content: U8, compressible: bool) -> tuple[int, memoryview]:
     nbytes = len(content)
-    # Three bytes tell nearly always that it is not constant, without looking at all.
+    # Three bytes tell nearly always that it is not constant, so that the others need not be looked at.
     if nbytes > 1 and content[0] == content[-1] == content[nbytes // 2] and not np.any(content != content[0]):
         return CONSTANT, content[:1].data
     if compressible and nbytes >= _WORTH_TRYING_NBYTES:

@@ -133,9 +133,8 @@ class Follow:
     def _go(self, step: Step, goal: Located) -> float:
         """Prepare the goal and, if that may be, bring the target there."""
         if step.may_apply and same(self._keeper.held, goal):
-            checked = self._keeper.bring(
-                goal, serves=False
-            )  # writes what is not as it should be, and mostly nothing is
+            # Writes what is not as it should be, and mostly nothing is.
+            checked = self._keeper.bring(goal, serves=False)
             self._untold = self._last = checked if checked.chunks_written else None
             return 0.0
         self._begun = goal

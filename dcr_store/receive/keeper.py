@@ -81,6 +81,7 @@ class Keeper:
         self._knows_held = False
         self._served: Located | None = None
         self._preparation: Preparation | None = None
+        self._taken = (0, 0)
         self._check_at_s = time.monotonic() + CHECK_INTERVAL_S
 
     # ------------------------------------------------------------------ looking
@@ -218,6 +219,7 @@ class Keeper:
         if self._preparation is not None:
             self._preparation.cancel()
             self._preparation = None
+        self._taken = (0, 0)
 
     def prepare(self, goal: Located, *, serves: bool) -> Prepared:
         """Prepare `goal`, or bring the target there where nothing certain is known of it; waits.
@@ -239,8 +241,11 @@ class Keeper:
 
     def ready(self, preparation: Preparation) -> Prepared:
         """Wait until everything is at hand, and do ahead what need not happen while the target is in flux."""
-        prepared = preparation.result()
+        prepared, (spooled, fetched) = preparation.result(), self._moved()
         self._bringer.ready(self.catalog, preparation.goal, self._transfers.read)
+        after = self._moved()
+        # Moved for the bring that follows, which tells of it.
+        self._taken = (self._taken[0] + after[0] - spooled, self._taken[1] + after[1] - fetched)
         return prepared
 
     # ------------------------------------------------------------------ bringing
@@ -261,7 +266,7 @@ class Keeper:
             Any other failure.
         """
         started, base = time.perf_counter(), self.held
-        spooled, fetched = self._moved()
+        spooled, fetched = (moved - taken for moved, taken in zip(self._moved(), self._taken, strict=True))
         if not self._bringer.is_atomic:
             self.active = None
         self._knows_held = False

@@ -43,11 +43,11 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """What was read ahead of a bring."""
+    """What was read ahead of a bring; no changes where none lead there."""
 
     way: tuple[str, str, str, str, str]
     reader: _Reader
-    changes: Mapping[str, Changes]
+    changes: Mapping[str, Changes] | None
 
 
 class NativeBringer:
@@ -85,13 +85,16 @@ class NativeBringer:
     def ready(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> None:
         """Read all changes that lead to `goal` ahead, if it can be reached by masks; ``bring`` holds as many itself."""
         held = self.held(catalog)
-        if held is None or (self._ready is not None and self._ready.way == _way(catalog, held, goal)):
+        if held is None:
+            return
+        way = _way(catalog, held, goal)
+        if self._ready is not None and self._ready.way == way:
             return
         self._ready = None
         edges = _edges(catalog, held, goal)
-        if edges is not None:
-            reader = _Reader(catalog, goal, fetcher)
-            self._ready = _Ready(_way(catalog, held, goal), reader, reader.changes(edges))
+        reader = _Reader(catalog, goal, fetcher)
+        # That nothing leads there is remembered too: in a group this is called at every turn until it promotes.
+        self._ready = _Ready(way, reader, None if edges is None else reader.changes(edges))
 
     def bring(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> Outcome:
         """Bring the engine to `goal`.

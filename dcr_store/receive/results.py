@@ -94,7 +94,8 @@ class Applied:
     previous : str or None
         The version that it held before, if that was known.
     nbytes_spooled, nbytes_fetched : int
-        Bytes that were in the spool by then, and bytes that had to be fetched meanwhile.
+        Bytes that were in the spool by then, and bytes that had to be fetched meanwhile, or were read ahead of it
+        without having been kept.
     chunks_written, chunks_healed : int
         Chunks written, and among them those that were in no state of the path and rebuilt.
     seconds : float

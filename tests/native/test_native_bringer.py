@@ -18,7 +18,9 @@ import dcr_store
 from dcr_store import events
 from dcr_store.errors import IntegrityError, InvalidInputError, StorageError
 from dcr_store.payload.version import SealedPartition, fetch
+from dcr_store.receive import native_bringer
 from dcr_store.receive.native_bringer import NativeBringer
+from dcr_store.receive.receiver import Receiver
 from dcr_store.store import Store
 from native.checkpoints import (
     Bits,
@@ -135,6 +137,24 @@ def test_what_was_read_ahead_is_not_read_again(case: Case) -> None:
     case.target.bring(catalog, catalog.resolve("main@0"), fetcher)
     assert len(read) > n_read
     case.assert_is(0)
+
+
+def test_what_was_read_ahead_is_told_as_moved(case: Case) -> None:
+    def moved(receiver: Receiver, version: str) -> tuple[int, int]:
+        receiver.prepare(version)
+        applied = receiver.apply()
+        return applied.nbytes_spooled, applied.nbytes_fetched
+
+    for spool_nbytes in (None, 0):
+        target = dcr_store.NativeLoaderTarget(case.engine.load_weights, case.engine)
+        with case.store.receiver(target, spool_nbytes=spool_nbytes) as receiver:
+            receiver.prepare("main@0")
+            spooled, fetched = moved(receiver, "main@1")
+            assert (spooled > 0, fetched > 0) == (spool_nbytes is None, spool_nbytes == 0)
+            receiver.prepare("main@3")  # and then another one: what that took is not of this one
+            assert moved(receiver, "main@2")[spool_nbytes == 0] > 0
+            assert moved(receiver, "main@2") == (0, 0)
+            case.assert_is(2)
 
 
 NAMES = [name for name in SHAPES if "rotary" not in name]
@@ -269,6 +289,34 @@ def test_memory_that_moved_is_loaded_whole(case: Case) -> None:
     case.assert_is(3)
 
 
+def test_a_loader_that_is_refused_stays_refused_and_writes_nothing() -> None:
+    """Its memory moved, and it scales now: what an earlier rehearsal showed is no reason to run it."""
+    engine, rng = Wide(), np.random.default_rng(7)
+    is_scaling = False
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        engine.load_weights((name, tensor * 2 if is_scaling else tensor) for name, tensor in weights)
+
+    target = bringer(load_weights, engine, fallback=False)
+    with new_store(1 << 16) as store:
+        bits = first(Wide.shapes, rng)
+        publish(store, Wide.shapes, bits)
+        publish(store, Wide.shapes, step(bits, rng))
+        bring(store, target, "main@0")
+        engine.small = torch.full_like(engine.small, 7)
+        is_scaling = True
+        before = octets(engine)
+        for _ in range(2):
+            names: list[str] = []
+            with pytest.raises(InvalidInputError), events.listening(lambda e, names=names: names.append(e.name)):
+                bring(store, target, "main@1")
+            assert "native.load.before" not in names
+            assert octets(engine) == before
+        is_scaling = False
+        bring(store, target, "main@1")
+    target.close()
+
+
 def test_a_loader_that_changed_its_mind_is_rehearsed_again(case: Case) -> None:
     case.bring(0)
     case.engine.scaled = "model.layers.0.input_layernorm.weight"
@@ -346,6 +394,33 @@ class TestOverwrites:
             chosen = (rng.random(len(bits)) < density) & self.occupied(layout, space)
             bits[chosen] = rng.integers(0, np.iinfo(bits.dtype).max, int(chosen.sum()), bits.dtype, endpoint=True)
         return result
+
+    def test_that_no_masks_lead_back_is_found_out_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rng, n_sought, seek = np.random.default_rng(5), 0, native_bringer._edges
+
+        def counted(*arguments: Any) -> Any:
+            nonlocal n_sought
+            n_sought += 1
+            return seek(*arguments)
+
+        monkeypatch.setattr(native_bringer, "_edges", counted)
+        with new_store() as given, dcr_store.create("memory://overwrites-back") as store:
+            publish(given, SHAPES, first(SHAPES, rng))
+            layout = layout_of(given)
+            state = self.versions(store, layout, rng)[0]
+            engine, full = Faulty(CONFIG, RANK), Faulty(CONFIG, RANK)
+            target = bringer(engine.load_weights, engine)
+            bring(store, target, "main@1")
+            for _ in range(3):
+                target.ready(store._catalog, store._catalog.resolve("main@0"), None)
+            assert n_sought == 1
+            bring(store, target, "main@0")
+            assert n_sought == 1
+            full.load_weights(
+                tensors(SHAPES, {e.name: state[e.space][e.start : e.stop] for e in layout.tensors}).items()
+            )
+            assert_same(engine, full, but=("inv_freq", "expert_load"))
+            target.close()
 
     @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3), (1, 0, 2)])
     def test_are_masked_copies(self, order: tuple[int, ...]) -> None:

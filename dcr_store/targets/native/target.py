@@ -133,6 +133,7 @@ class NativeLoaderTarget:
             If the loader is refused; names the tensors and says why.
         """
         self._pool = pool
+        self._plan = None  # a loader that is refused now must not be run by what it did before
         if self.has_moved():
             self._memory = ModuleMemory(self._module)
         self._plan = rehearse(

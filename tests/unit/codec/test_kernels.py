@@ -65,7 +65,7 @@ def check_kernels(what: str, mask: np.ndarray[Any, Any], rng: np.random.Generato
         assert np.array_equal(out, mask), what
         module.xor_at(out, positions, values)
         assert not out.any(), what
-    for rotation in (0, 1, 8 * dtype.itemsize - 1):
+    for rotation in (0, 1, 3, 6, 8 * dtype.itemsize - 1):
         rotated = values << rotation | values >> (8 * dtype.itemsize - rotation) if rotation else values
         planes = [same(what, "split_plane", values, rotation, j) for j in range(dtype.itemsize)]
         for module in (kernels_numpy, kernels_numba):
