@@ -128,9 +128,11 @@ def test_killed_at_every_point(
 
 def _rerun(nurse: Nursery, kept: Kept, costs: Costs, goal: int, **options: object) -> bool:
     """Run again, without a kill; return whether what it cost could be compared with what it may."""
-    limits = kept.limits(costs, goal)
+    limits, n_said = kept.limits(costs, goal), len(kept.said())
     outcome = nurse.finish(**kept.job(goal, first=None, **options))
     kept.assert_done(goal)
+    # What died with its process can be judged by what this one said alone.
+    assert kept.outlives or [claim["version"] for claim in kept.said()[n_said:]][-1:] == [f"main@{goal}"]
     counts = kept.counts(outcome)
     if limits is None or counts is None:
         return False
