@@ -91,9 +91,9 @@ class HttpObjects:
     def doubt(self, for_s: float) -> None:
         """Ask past the relay's short-lived answers for a while.
 
-        For those who come from another relay and may have seen newer ones there.
+        For those who come from another relay and may have seen newer ones there. A shorter doubt ends no longer one.
         """
-        self._doubts_until = time.monotonic() + for_s
+        self._doubts_until = max(self._doubts_until, time.monotonic() + for_s)
 
     # ------------------------------------------------------------------ reading
 

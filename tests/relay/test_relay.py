@@ -467,6 +467,17 @@ def test_a_doubt_is_passed_upward(relay: RelayThread, upstream: Watched, tmp_pat
             assert upstream.count(name) == before + 3, name
 
 
+def test_a_shorter_doubt_ends_no_longer_one(relay: RelayThread, upstream: Watched) -> None:
+    """A writer doubts one record for a second, and so does who has just come from another relay, for longer."""
+    upstream.put("a/b", b"1")
+    objects = HttpObjects(relay.url)
+    objects.doubt(30)
+    objects.doubt(0)
+    for _ in range(3):
+        objects.get("a/b")
+    assert upstream.count("get") == 3
+
+
 # ---------------------------------------------------------------------- wrong bytes
 
 
