@@ -125,8 +125,9 @@ def follow(arguments: argparse.Namespace) -> int:
     """Keep a directory at the newest version."""
     if (arguments.group is None) != (arguments.name is None):
         raise UsageError("--group and --name go together")
-    if None not in (arguments.line, arguments.until) and arguments.until.rpartition("@")[0] != arguments.line:
-        raise UsageError(f"--until {arguments.until} is no version of --line {arguments.line}")
+    line = arguments.line or (None if arguments.group else "main")  # a group tells its own
+    if None not in (line, arguments.until) and arguments.until.rpartition("@")[0] != line:
+        raise UsageError(f"--until {arguments.until} is no version of line {line}; give the --line that it is of")
     from dcr_store.receive.announcing import announcer
     from dcr_store.receive.copying import CopyBringer
 

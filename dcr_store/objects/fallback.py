@@ -12,13 +12,14 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from dcr_store.errors import IntegrityError, InvalidInputError, NotFoundError, OutcomeUnknownError, StorageError
 from dcr_store.objects.flat import flat
 from dcr_store.objects.keys import check_key, check_prefix, check_range
 from dcr_store.objects.retry import Backoff, RetryPolicy, TransientError, is_transient, resolving, retrying
 from dcr_store.objects.streaming import Streamed, blocks
+from dcr_store.ports import Doubtable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,12 +35,6 @@ WRONG_S: Final = 10.0  # for which an upstream is not asked again for an object 
 DOUBT_S: Final = 2.0  # for which a relay's short-lived answers are not believed after another upstream's
 _MOST_REMEMBERED: Final = 4096
 _STORE_KEY: Final = "dcr.json"
-
-
-@runtime_checkable
-class _Doubted(Protocol):
-    def doubt(self, for_s: float) -> None:
-        """Ask past short-lived answers for a while; see ``HttpObjects.doubt``."""
 
 
 def _warn(message: str) -> None:
@@ -107,13 +102,13 @@ class FallbackObjects:
 
     def _doubt_after(self, last: int | None, number: int) -> None:
         """Doubt an upstream after another one: it may still give answers that are older than what that one told."""
-        if last is not None and last != number and isinstance(upstream := self.upstreams[number], _Doubted):
+        if last is not None and last != number and isinstance(upstream := self.upstreams[number], Doubtable):
             upstream.doubt(DOUBT_S)
 
     def doubt(self, for_s: float) -> None:
         """Pass a reader's doubt on; see ``HttpObjects.doubt``."""
         for upstream in self.upstreams:
-            if isinstance(upstream, _Doubted):
+            if isinstance(upstream, Doubtable):
                 upstream.doubt(for_s)
 
     def _check_same(self, number: int) -> None:

@@ -87,7 +87,11 @@ def test_pairs_are_collected() -> None:
         (["follow", "S", "D", "--group", "a/b", "--name", "r"], "argument --group: 'a/b' cannot name a group"),
         (["follow", "S", "D", "--group", "eu", "--name", "r.1"], "argument --name: 'r.1' cannot name a member"),
         (["follow", "S", "D", "--until", "bla"], "argument --until: expected LINE@NUMBER, found 'bla'"),
-        (["follow", "S", "D", "--line", "a", "--until", "b@1"], "--until b@1 is no version of --line a"),
+        (["follow", "S", "D", "--line", "a", "--until", "b@1"], "--until b@1 is no version of line a"),
+        (
+            ["follow", "S", "D", "--until", "b@1"],
+            "--until b@1 is no version of line main; give the --line that it is of",
+        ),
         (["follow", "S", "D", "--engine", "foo"], "argument --engine: foo: is no kind of engine"),
         (["follow", "S", "D", "--engine", "sglang=ftp://x"], "argument --engine: ftp://x: is no address"),
         (["follow", "S", "D", "--on-applied", " "], "argument --on-applied: "),
