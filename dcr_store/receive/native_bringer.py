@@ -93,7 +93,7 @@ class NativeBringer:
         self._ready = None
         edges = _edges(catalog, held, goal)
         reader = _Reader(catalog, goal, fetcher)
-        # That nothing leads there is remembered too: in a group this is called at every turn until it promotes.
+        # That nothing leads there is remembered too: a member asks again once its group has promoted the version.
         self._ready = _Ready(way, reader, None if edges is None else reader.changes(edges))
 
     def bring(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> Outcome:
