@@ -522,7 +522,8 @@ class Store:
         ----------
         name : str
         expected : iterable of str
-            Names of receivers without which nothing is promoted, until each has come once.
+            Names of receivers without which nothing is promoted, until each has come once. One at least, unless
+            `admission` is ``anyone``.
         line : str
             The line that it follows; may not have a version yet.
         admission : {"expected", "anyone"}
@@ -536,6 +537,8 @@ class Store:
         ------
         ConflictError
             If there is a group of this name.
+        InvalidInputError
+            If an argument cannot be used, or nobody could ever come.
         """
         from dcr_store.receive.group import create_group
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcr_store.cli import render_groups
 from dcr_store.cli.arguments import (
+    UsageError,
     Verbs,
     add_json,
     add_storage_options,
@@ -97,8 +98,16 @@ def _register_create(acts: Verbs) -> None:
         _create,
         "create a group",
         "Create a group. Nothing is promoted before every receiver NAMEd here has come once.",
+        check=_check_create,
     )
-    parser.add_argument("names", metavar="NAME", nargs="*", type=member_name, help="a receiver that is expected")
+    parser.add_argument(
+        "names",
+        metavar="NAME",
+        nargs="*",
+        type=member_name,
+        default=[],  # without it, argparse would list NAME as required
+        help="a receiver that is expected; one at least, or --anyone",
+    )
     parser.add_argument(
         "--line", metavar="L", type=line_name, default="main", help="line that the group follows (default main)"
     )
@@ -116,10 +125,20 @@ def _register_create(acts: Verbs) -> None:
     )
 
 
-def _act(acts: Verbs, name: str, act: Act, summary: str, description: str) -> argparse.ArgumentParser:
-    """Add an act on a group, whose status it shows afterwards."""
+def _act(
+    acts: Verbs,
+    name: str,
+    act: Act,
+    summary: str,
+    description: str,
+    *,
+    check: Callable[[argparse.Namespace], None] | None = None,
+) -> argparse.ArgumentParser:
+    """Add an act on a group, whose status it shows afterwards; `check` refuses arguments that do not go together."""
 
     def run(arguments: argparse.Namespace) -> int:
+        if check is not None:
+            check(arguments)
         with open_store(arguments) as store:
             found = act(store, arguments)
         if arguments.json:
@@ -142,6 +161,11 @@ def _add_reason(parser: argparse.ArgumentParser, default: str) -> None:
 
 def _show(store: Store, arguments: argparse.Namespace) -> GroupStatus:
     return store.group(arguments.group).status()
+
+
+def _check_create(arguments: argparse.Namespace) -> None:
+    if not arguments.names and not arguments.anyone:
+        raise UsageError("nobody could come into the group; give names, or --anyone")
 
 
 def _create(store: Store, arguments: argparse.Namespace) -> GroupStatus:

@@ -136,7 +136,11 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
 
         def decide(state: GroupState) -> Create:
             if state.length:
-                raise ConflictError(f"group {self.group} exists already; choose another name", key=self.group)
+                raise ConflictError(
+                    f"group {self.group} exists already; choose another name, or let further receivers into it: "
+                    f"dcr group STORE admit {self.group} NAME",
+                    key=self.group,
+                )
             return Create(**self._common(state), line=line, expected=names, policy=policy)
 
         self.append(decide)
@@ -164,7 +168,7 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
                     f"group {self.group} does not expect {name}; to let it in: dcr group STORE admit {self.group} "
                     f"{name}",
                     key=self.group,
-                    expected=f"one of {', '.join(state.expected)}",
+                    expected=f"one of {', '.join(state.expected)}" if state.expected else "nobody yet",
                     found=name,
                 )
             elif (last := state.dropped.get(name)) is not None and last.incarnation == incarnation:
@@ -195,11 +199,12 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
         def decide(state: GroupState) -> Drop:
             self._require_created(state)
             found = state.members.get(name)
+            present = sorted({*state.members, *state.awaited})
             if (found is None and name not in state.awaited) or (incarnation is not None and found != incarnation):
                 raise ConflictError(
                     f"group {self.group} has no such member to drop",
                     key=self.group,
-                    expected=f"one of {', '.join(sorted({*state.members, *state.awaited})) or 'none'}",
+                    expected=f"one of {', '.join(present)}" if present else "nobody",
                     found=name if incarnation is None else f"{name}.{incarnation}",
                 )
             return Drop(**self._common(state), name=name, incarnation=found, reason=reason)

@@ -104,7 +104,13 @@ def create_group(
         )
     if isinstance(expected, str) or not isinstance(expected, Iterable):
         raise InvalidInputError("is no list of names", key="expected", expected="names in a list", found=repr(expected))
-    GroupLog(catalog.objects, name, catalog.store_sha256).create(
-        line, expected, Policy(admission, proposing, drop_after_s)
-    )
+    names, log = list(expected), GroupLog(catalog.objects, name, catalog.store_sha256)
+    if not names and admission == "expected":
+        raise InvalidInputError(
+            f"nobody could come into group {name}; give the names of receivers, or admission 'anyone'",
+            key="expected",
+            expected="a name or more",
+            found="none",
+        )
+    log.create(line, names, Policy(admission, proposing, drop_after_s))
     return Group(catalog, name)

@@ -196,7 +196,10 @@ def follow(place: Path, directory: Path) -> None:
 def test_refusals(shell: Shell, place: Path) -> None:
     shell.text("group", place, "create", "eu", "r1")
     for line, says in (
-        (("create", "eu"), "exists already"),
+        (
+            ("create", "eu", "r1"),
+            "exists already; choose another name, or let further receivers into it: dcr group STORE admit",
+        ),
         (("show", "us"), "there is no group 'us'; there are: eu"),
         (("propose", "eu", "main@7"), "no such version; the head of main is main@1"),
         (("propose", "eu", "x"), "no version on line 'x'"),

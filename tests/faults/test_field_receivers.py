@@ -416,7 +416,7 @@ def test_17_names_of_groups_receivers_and_lines_are_refused_before_anything_is_a
     for attempt in (
         lambda: reader.receiver(target, group=name, name="r1"),
         lambda: reader.receiver(target, line=name),
-        lambda: reader.create_group(name),
+        lambda: reader.create_group(name, ["r1"]),
         lambda: reader.create_group("us", [name]),
         lambda: reader.group(name).status(),
     ):

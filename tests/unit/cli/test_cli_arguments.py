@@ -98,6 +98,8 @@ def test_pairs_are_collected() -> None:
         (["verify", "S", "x y"], "argument VERSION: 'x y' is no version"),
         (["group", "S", "create", "a/b"], "argument GROUP: 'a/b' cannot name a group"),
         (["group", "S", "create", "eu", "a.b"], "argument NAME: 'a.b' cannot name a member"),
+        (["group", "S", "create"], "the following arguments are required: GROUP; see"),
+        (["group", "S", "create", "eu", "--line", "l"], "nobody could come into the group; give names, or --anyone"),
         (["group", "S", "propose", "eu", "@"], "argument VERSION: '@' is no version"),
         (["publish", "S", "C", "--wait-for", "eu,"], "argument --wait-for: '' cannot name a group"),
         (["publish", "S", "C", "--timeout", "5"], "--timeout is how long to wait for the groups of --wait-for"),

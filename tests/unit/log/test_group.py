@@ -97,6 +97,19 @@ def test_names_are_checked_before_any_request(objects: Watched) -> None:
     assert objects.requests == []
 
 
+def test_a_group_of_nobody_says_so_and_no_empty_list(objects: Watched) -> None:
+    """The API creates none any more, but a store may hold one."""
+    log = opened(objects)
+    log.create("main", [], Policy())
+    with pytest.raises(ConflictError, match=r"admit eu r1 \(expected nobody yet, found r1\)$"):
+        log.admit("r1", incarnation("r1"))
+    with pytest.raises(ConflictError, match=r"to drop \(expected nobody, found r1\)$"):
+        log.drop("r1", "why")
+    log.admit("r1")
+    log.admit("r1", incarnation("r1"))
+    assert set(log.state.members) == {"r1"}
+
+
 REFUSED: list[tuple[str, Callable[[GroupLog], Any]]] = [
     ("exists already", lambda log: log.create("main", [], Policy())),
     ("does not expect stranger; to let it in: dcr group", lambda log: log.admit("stranger", incarnation("s"))),

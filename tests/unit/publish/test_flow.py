@@ -94,8 +94,8 @@ class TestWaiting:
         assert store.group("eu").status().active == "main@0"
 
     def test_groups_are_looked_at_before_anything_is_committed(self, store: Store) -> None:
-        store.create_group("eu", [])
-        store.create_group("other", [], line="exp")
+        store.create_group("eu", ["a"])
+        store.create_group("other", ["a"], line="exp")
         for groups, error, says in (
             (["us"], NotFoundError, "there is no group 'us'"),
             (["other"], InvalidInputError, "does not follow the line"),

@@ -393,6 +393,8 @@ def test_what_an_operator_asks_wrongly(store: Store) -> None:
         (lambda: create("us", 3), "is no list of names"),
         (lambda: create("us", "a"), "is no list of names"),
         (lambda: create("us", [3]), "cannot name a member"),
+        (lambda: create("us"), "nobody could come into group us.*admission 'anyone'"),
+        (lambda: create("us", iter(())), "nobody could come into group us"),
         (lambda: create("us", line="a/b"), "cannot name a line"),
         (lambda: create("us", admission="nobody"), "unknown admission"),
         (lambda: create("us", proposing=None), "unknown proposing"),
