@@ -31,24 +31,38 @@ class DcrError(Exception):
     key : str, optional
         The object key, file, tensor or version concerned.
     expected, found : object, optional
-        The two sides of a comparison that failed.
+        The two sides of a comparison that failed; of None nothing is said.
+    advice : str, optional
+        What to do, where that depends on how one calls: a command line may replace the words of the API.
     """
 
     kind: ClassVar[str] = "error"
 
-    def __init__(self, message: str, *, key: str | None = None, expected: object = None, found: object = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        expected: object = None,
+        found: object = None,
+        advice: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.key = key
         self.expected = expected
         self.found = found
+        self.advice = advice
 
     def __str__(self) -> str:
         text = str(self.args[0])
         if self.key and not text.startswith(self.key):
             text = f"{self.key}: {text}"
-        if self.expected is not None or self.found is not None:
-            text += f" (expected {self.expected}, found {self.found})"
-        return text
+        if self.advice is not None:
+            text += f"; {self.advice}"
+        sides = [
+            f"{word} {side}" for word, side in (("expected", self.expected), ("found", self.found)) if side is not None
+        ]
+        return f"{text} ({', '.join(sides)})" if sides else text
 
 
 class InvalidInputError(DcrError):

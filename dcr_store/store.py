@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
@@ -18,6 +19,7 @@ from dcr_store.format.fields import now
 from dcr_store.format.names import STORE_KEY, VersionRef, check_line, new_txid, version_name
 from dcr_store.log.fold import LineState
 from dcr_store.objects.open import open_objects
+from dcr_store.targets.own_directories import refuse_inside_store
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.info import VersionDetail, VersionInfo, detail_of, info_of
 
@@ -113,7 +115,9 @@ def open(url: Url, *, storage_options: Mapping[str, Any] | None = None) -> Store
 
 
 def _check_place(objects: ObjectStore) -> None:
-    """Refuse the remains of a store, and a checkpoint."""
+    """Refuse a directory inside of a store, the remains of a store, and a checkpoint."""
+    if objects.url.startswith("/"):
+        refuse_inside_store(Path(objects.url), "the store")
     names = objects.list_names("")
     if remains := sorted({"groups", "layouts", "log", "versions"} & set(names)):
         raise ConflictError(
@@ -219,7 +223,7 @@ class Store:
         if metadata is not None and not isinstance(metadata, Mapping):
             raise InvalidInputError("the metadata is no mapping", key="metadata", found=type(metadata).__name__)
         # As it will come back, so that a resumed transaction compares equal; refuses what JSON cannot say.
-        told = canonical.decode(canonical.encode(dict(metadata or {}), canonical.MAX_METADATA_DEPTH), "metadata")
+        told = _told(metadata or {})
         intent = Intent(owner or default_owner(), message, told, base, takeover)
         flow = Flow(self._catalog, line, ahead_of)
         if (max_ahead is None) == bool(flow.groups):
@@ -587,6 +591,21 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _told(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metadata as it will come back; ``InvalidInputError`` names the key whose value cannot."""
+    try:
+        data = canonical.encode(dict(metadata), canonical.MAX_METADATA_DEPTH)
+    except InvalidInputError as error:
+        for name, value in metadata.items():
+            try:
+                canonical.encode({name: value}, canonical.MAX_METADATA_DEPTH)
+            except InvalidInputError as its:
+                raise InvalidInputError(str(its.args[0]), key=f"metadata {name!r:.80}") from error
+        raise
+    told: dict[str, Any] = canonical.decode(data, "metadata")
+    return told
 
 
 def _check_base(state: LineState, base: str | None) -> None:

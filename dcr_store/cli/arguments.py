@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dcr_store.errors import InvalidInputError, NotFoundError
 from dcr_store.format.names import VERSION, VersionRef, check_group, check_line, check_member
-from dcr_store.objects.urls import check_url
+from dcr_store.objects.urls import SCHEME, check_url, takes_options
 
 if TYPE_CHECKING:
     from dcr_store.store import Store
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Verbs = Any  # argparse's own type of sub-parsers is private
 STORE_VARIABLE: Final = "DCR_STORE"
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_MAX_DIGITS: Final = 1000
+_NOT_FINITE: Final = re.compile(r"[+-]?(NaN|nan|NAN|Infinity|infinity|Inf|inf|INF)")
 _NBYTES: Final = re.compile(r"([0-9]{1,18})(|[KMGT]iB)")
 _UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _CONSTANTS: Final = {"true": True, "false": False, "null": None}
@@ -50,19 +52,29 @@ class Pairs(argparse.Action):
         pairs = dict(getattr(namespace, self.dest))
         if name in pairs:
             raise argparse.ArgumentError(self, f"{name!r} is given twice")
-        pairs[name] = self.const(text)
+        try:
+            pairs[name] = self.const(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, f"{name}: {error}") from error
         setattr(namespace, self.dest, pairs)
 
 
 def scalar(text: str) -> object:
-    """Return a JSON number, ``true``, ``false`` or ``null`` as such, any other text as it is."""
+    """Return a JSON number, ``true``, ``false`` or ``null`` as such, any other text as it is.
+
+    Numbers that JSON cannot say (as Python and others print them) are refused: as text, nobody could compare them.
+    """
     if text in _CONSTANTS:
         return _CONSTANTS[text]
-    if _NUMBER.fullmatch(text) and len(text) <= 1000:
-        number = json.loads(text)
-        if math.isfinite(number):
-            return number
-    return text
+    is_number = _NUMBER.fullmatch(text) is not None
+    if _NOT_FINITE.fullmatch(text) or (is_number and len(text) > _MAX_DIGITS):
+        raise argparse.ArgumentTypeError(f"expected a number that JSON can say, or text, found {text[:40]}")
+    if not is_number:
+        return text
+    number = json.loads(text)
+    if isinstance(number, float) and not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"expected a number that JSON can say, or text, found {text[:40]}")
+    return number
 
 
 def json_or_text(text: str) -> object:
@@ -211,6 +223,20 @@ def keep_of(arguments: argparse.Namespace) -> int | None:
     return None
 
 
+def storage_options(arguments: argparse.Namespace) -> dict[str, object] | None:
+    """Return what ``--storage-option`` says; None if that is nothing.
+
+    Raises
+    ------
+    UsageError
+        If a store at such a place takes no options.
+    """
+    options: dict[str, object] = arguments.storage_options
+    if options and not takes_options(arguments.store):
+        raise UsageError(f"--storage-option is for s3:// and http:// stores; {arguments.store} takes none")
+    return options or None
+
+
 def open_store(arguments: argparse.Namespace) -> Store:
     """Open the store that the arguments name.
 
@@ -218,11 +244,16 @@ def open_store(arguments: argparse.Namespace) -> Store:
     ------
     NotFoundError
         If there is none; the message says which command creates it.
+    InvalidInputError
+        If it is a file.
     """
     import dcr_store
 
     try:
-        return dcr_store.open(arguments.store, storage_options=arguments.storage_options or None)
+        return dcr_store.open(arguments.store, storage_options=storage_options(arguments))
     except NotFoundError as error:
+        # Of a long or strange name os.path says no where Path raises.
+        if SCHEME.match(arguments.store) is None and os.path.isfile(arguments.store):  # noqa: PTH113
+            raise InvalidInputError("is a file; give the directory of a store", key=arguments.store) from error
         command = f"dcr init {shlex.quote(arguments.store)}"
         raise NotFoundError(f"there is no store at {arguments.store}; to create one: {command}") from error

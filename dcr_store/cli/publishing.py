@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +22,13 @@ from dcr_store.cli.arguments import (
     open_store,
     scalar,
     seconds,
+    storage_options,
 )
 from dcr_store.cli.output import json_to_stdout, to_stdout
-from dcr_store.errors import LagError, NotFoundError
+from dcr_store.errors import ConflictError, LagError, NotFoundError
 
 if TYPE_CHECKING:
+    from dcr_store.publish.transaction import Transaction
     from dcr_store.store import Store
     from dcr_store.versions.info import VersionInfo
 
@@ -126,7 +129,7 @@ def init(arguments: argparse.Namespace) -> int:
     if arguments.chunk_elements is not None:
         options["chunk_elements"] = arguments.chunk_elements
     store = dcr_store.create(
-        arguments.store, codec=arguments.codec, storage_options=arguments.storage_options or None, **options
+        arguments.store, codec=arguments.codec, storage_options=storage_options(arguments), **options
     )
     if arguments.json:
         json_to_stdout(
@@ -154,22 +157,15 @@ def publish(arguments: argparse.Namespace) -> int:
         raise NotFoundError("there is no such checkpoint; check the path", key=arguments.checkpoint)
     with open_store(arguments) as store, progress.shown():
         beside = checkpoint.parent / ".dcr-baseline" / f"{store.store_id[:16]}-{arguments.line}"
-        transaction = store.begin(
-            arguments.line,
-            message=arguments.message,
-            metadata=arguments.meta,
-            owner=arguments.owner,
-            takeover=arguments.takeover,
-            baseline=arguments.baseline or beside,
-            max_ahead=arguments.max_ahead,
-            ahead_of=ahead_of,
-        )
+        transaction = _begun(store, arguments, arguments.baseline or beside, ahead_of)
         late: LagError | None = None
         with transaction:
             summary = transaction.write_checkpoint(arguments.checkpoint)
             try:
                 version = transaction.commit(wait_for=arguments.wait_for, timeout_s=arguments.timeout)
             except LagError as error:
+                # Not what the API advises: a second publish would commit another version.
+                error.advice = f"dcr status {shlex.quote(arguments.store)} shows who it waits for"
                 late, version = error, store.show(transaction.version).info
         note = _layout_change(store, version)
     if arguments.json:
@@ -180,6 +176,28 @@ def publish(arguments: argparse.Namespace) -> int:
     if late is not None:
         raise late
     return 0
+
+
+def _begun(store: Store, arguments: argparse.Namespace, baseline: str | Path, ahead_of: list[str]) -> Transaction:
+    """Begin the version; what the errors of the API advise is said in terms of the command line."""
+    try:
+        return store.begin(
+            arguments.line,
+            message=arguments.message,
+            metadata=arguments.meta,
+            owner=arguments.owner,
+            takeover=arguments.takeover,
+            baseline=baseline,
+            max_ahead=arguments.max_ahead,
+            ahead_of=ahead_of,
+        )
+    except LagError as error:
+        error.advice = "publish again when they have caught up"
+        raise
+    except ConflictError as error:
+        if error.advice is not None:
+            error.advice = "wait for it, or take over with --takeover if you know that it is dead"
+        raise
 
 
 def _ahead_of(arguments: argparse.Namespace) -> list[str]:

@@ -10,6 +10,7 @@ from dcr_store.cli.arguments import UsageError, Verbs, add_storage_options, dire
 from dcr_store.cli.output import to_stderr, to_stdout
 from dcr_store.errors import NotFoundError, StorageError
 from dcr_store.format.names import STORE_KEY
+from dcr_store.objects.urls import takes_options
 
 _ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/\s]+)):([0-9]{1,5})")
 
@@ -86,6 +87,8 @@ def relay(arguments: argparse.Namespace) -> int:
         arguments.tls_cert,
         arguments.tls_key,
     )
+    if arguments.storage_options and not any(map(takes_options, arguments.upstream)):
+        raise UsageError("--storage-option is for s3:// and http:// stores, and no --upstream is one")
     upstreams = open_upstreams(arguments.upstream, arguments.storage_options)
     for upstream in upstreams:
         # Not asked over a network: a relay starts, and serves what it has kept, while its upstream is away.

@@ -14,6 +14,7 @@ from dcr_store.errors import InvalidInputError
 SCHEME: Final = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*://")
 FORMS: Final = "a path, file://, memory://, s3://bucket/prefix, or http://host:port of a relay"
 RELAYED: Final = ("http://", "https://")
+_WITH_OPTIONS: Final = ("s3://", *RELAYED)
 PROTOCOLS: Final = ("file", "local", "memory", "s3", "http", "https")
 _NEXT_URL: Final = re.compile(r",(?=(?:https?|s3|file)://)", re.IGNORECASE)
 _COMMA: Final = re.compile(",")
@@ -41,6 +42,12 @@ def ways(text: str) -> list[str]:
                 "URL, a directory too: file:///PATH"
             )
     return found
+
+
+def takes_options(text: str) -> bool:
+    """Return whether one of the ways to a store takes storage options; directories and memory do not."""
+    schemes = [SCHEME.match(url) for url in ways(text)]
+    return any(scheme is not None and scheme[0].lower() in _WITH_OPTIONS for scheme in schemes)
 
 
 def check_url(text: str) -> None:

@@ -74,9 +74,10 @@ class Flow:
                 behind.append(progress)
         if behind:
             raise LagError(
-                f"{version_name(self.line, next_version)} would be more than {max_ahead} ahead; begin again when "
-                f"they have caught up: {_told(behind, next_version - 1)}",
+                f"{version_name(self.line, next_version)} would be more than {max_ahead} ahead: "
+                f"{_told(behind, next_version - 1)}",
                 key=self.line,
+                advice="begin again when they have caught up",
             )
 
     def wait(self, number: int, timeout_s: float | None) -> None:
@@ -97,8 +98,9 @@ class Flow:
             if left_s <= 0:
                 raise LagError(
                     f"{version_name(self.line, number)} is committed, but not promoted everywhere after {timeout_s:g} s"
-                    f": {_told(behind, number)}; commit again to go on waiting",
+                    f": {_told(behind, number)}",
                     key=version_name(self.line, number),
+                    advice="commit again to go on waiting",
                 )
             time.sleep(min(delay_s, left_s))
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S)

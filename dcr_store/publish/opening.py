@@ -116,10 +116,11 @@ def _decide_begin(state: LineState, intent: Intent, check_base: Callable[[LineSt
     if not (intent.takeover or ours or is_dead(pending.owner)):
         raise ConflictError(
             f"another publisher has the transaction for {version_name(state.line, pending.version)} open since "
-            f"{pending.created_at}; wait for it, or take over if you know that it is dead (takeover)",
+            f"{pending.created_at}",
             key=state.line,
             expected="no open transaction",
             found=f"owner {describe(pending.owner)}",
+            advice="wait for it, or take over if you know that it is dead (takeover)",
         )
     same = (pending.message, pending.metadata) == (intent.message, dict(intent.metadata))
     if same and pending.writers == (WRITER,):

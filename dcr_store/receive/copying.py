@@ -29,7 +29,7 @@ from dcr_store.targets import copy_directory
 from dcr_store.targets.checkpoint_listing import SUFFIX
 from dcr_store.targets.copy_directory import Copies, directory_name
 from dcr_store.targets.marker import Marker, lock, read_marker, write_marker
-from dcr_store.targets.own_directories import refuse_inside_store
+from dcr_store.targets.own_directories import refuse_file, refuse_inside_store
 from dcr_store.targets.paths import fsync_directory, local_path
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.prefetch import Fetch
@@ -173,6 +173,7 @@ def pull_copy(
     started = time.perf_counter()
     check_keep(keep)
     root = local_path(directory, "directory")
+    refuse_file(root)
     refuse_inside_store(root, "the versions")
     contents = catalog.contents(goal)
     files = structure.structure_of(catalog.objects, contents)

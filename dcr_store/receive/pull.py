@@ -31,7 +31,7 @@ from dcr_store.targets.checkpoint import open_checkpoint
 from dcr_store.targets.copy_directory import refuse_copies
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
 from dcr_store.targets.marker import Marker, Unreadable, lock, read_marker, write_marker
-from dcr_store.targets.own_directories import refuse_inside_store
+from dcr_store.targets.own_directories import refuse_file, refuse_inside_store
 from dcr_store.targets.paths import local_path
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
@@ -125,6 +125,7 @@ def pull(
     """
     started = time.perf_counter()
     root = local_path(directory, "directory")
+    refuse_file(root)
     refuse_inside_store(root, "the checkpoint")
     contents = catalog.contents(goal)
     goal_files = structure.structure_of(catalog.objects, contents)

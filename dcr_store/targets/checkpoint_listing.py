@@ -27,6 +27,16 @@ MAX_SIDE_NBYTES: Final = 64 << 20
 SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+_DANGLING: Final = "a link to no file"
+_LOOP: Final = "a link to itself"
+_TO_DIRECTORY: Final = "a link to a directory"
+_SPECIAL: Final = "no regular file"
+_UNREADABLE: Final = {
+    _DANGLING: ("is a link to a file that is not there", "finish the download or copy"),
+    _LOOP: ("is a link to itself", "put the file in its place"),
+    _TO_DIRECTORY: ("is a link to a directory", "put the file in its place"),
+    _SPECIAL: ("is not a regular file", "put the file in its place"),
+}
 _SKIPPED: Final = (".git", ".cache")
 
 
@@ -91,6 +101,7 @@ def list_checkpoint(root: Path) -> Listing:
         else:
             side.append(SideFile(path, nbytes))
     if not weights:
+        _refuse_unreadable(root, left_out)
         raise _no_weights(root, [file.path for file in side] + [item.path for item in left_out])
     _check_parts(root, weights)
     side.sort(key=lambda item: item.path)
@@ -119,13 +130,13 @@ def _walk(root: Path, below: str, left_out: list[LeftOut]) -> Iterator[tuple[str
             elif entry.is_dir(follow_symlinks=False):
                 yield from _walk(root, path + "/", left_out)
             elif _leads_nowhere(entry):
-                left_out.append(LeftOut(path, "a link to itself"))
+                left_out.append(LeftOut(path, _LOOP))
             elif entry.is_file():
                 yield path, entry.stat().st_size
             elif entry.is_symlink():
-                left_out.append(LeftOut(path, "a link to a directory" if entry.is_dir() else "a link to no file"))
+                left_out.append(LeftOut(path, _TO_DIRECTORY if entry.is_dir() else _DANGLING))
             else:
-                left_out.append(LeftOut(path, "no regular file"))
+                left_out.append(LeftOut(path, _SPECIAL))
     except OSError as error:
         raise StorageError(f"cannot be listed: {error.strerror}", key=str(root / below)) from error
 
@@ -139,6 +150,14 @@ def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
             raise
         return True
     return False
+
+
+def _refuse_unreadable(root: Path, left_out: list[LeftOut]) -> None:
+    """Name a file of weights that is there by its name only."""
+    for item in left_out:
+        if "/" not in item.path and item.path.endswith(SUFFIX) and item.reason in _UNREADABLE:
+            what, advice = _UNREADABLE[item.reason]
+            raise InvalidInputError(f"{what}; {advice}", key=str(root / item.path))
 
 
 def _no_weights(root: Path, names: list[str]) -> InvalidInputError:

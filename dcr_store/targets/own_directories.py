@@ -6,6 +6,7 @@ As files of a version their content would be replaced, and removed, when that ve
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,23 @@ def holds_store(directory: Path) -> bool:
     except (OSError, FormatError):
         return False
     return True
+
+
+def refuse_file(directory: Path) -> None:
+    """Raise ``InvalidInputError`` if what is to be a directory is a file, or would be below one."""
+    for place in (directory, *directory.parents):
+        try:
+            mode = place.stat().st_mode
+        except OSError:
+            continue  # not there yet, or not to be seen: whoever makes it says so
+        if not stat.S_ISDIR(mode):
+            what = (
+                "is a file; give a directory"
+                if place == directory
+                else f"is below {place}, which is a file; give another place"
+            )
+            raise InvalidInputError(what, key=str(directory))
+        return
 
 
 def holds_baseline(directory: Path) -> bool:

@@ -6,6 +6,7 @@ Reads only; caches what is immutable. Refuses a reference that is ambiguous or n
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from dcr_store.payload.version import Table, VersionContents
 from dcr_store.ports import ObjectStore
 
 CACHE_NBYTES: Final = 64 << 20
+_SHORT_ROOT: Final = re.compile(r"(?=.*[a-f])[0-9a-f]{1,7}|[0-9]{4,7}")
 _N_READERS: Final = 8
 T = TypeVar("T")
 
@@ -92,7 +94,8 @@ class Catalog:
             raise NotFoundError(
                 f"the store {self.objects.url} has no version on line {line!r}; "
                 + (f"other lines: {', '.join(others)}" if others else "nothing has been published yet")
-                + (f"; did you mean main@{line}?" if line.isdecimal() else ""),
+                + (f"; did you mean main@{line}?" if line.isdecimal() else "")
+                + ("; a root needs at least 8 digits" if _SHORT_ROOT.fullmatch(line) else ""),
                 key=line,
             )
         return log

@@ -26,6 +26,7 @@ from servers import SeaweedS3
 
 import dcr_store
 from dcr_store.cli.main import main
+from dcr_store.errors import ConflictError
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"BF16": 2, "F32": 4, "I64": 8, "U8": 1}
@@ -392,6 +393,46 @@ def test_a_line_with_a_wrong_name(store: Path, checkpoints: list[Path], line: st
     refused_inside("log", store, "--line", line, code=2)
     refused_inside("publish", store, checkpoints[0], "--line", line, code=2)
     assert sorted(store.rglob("*")) == before
+
+
+def test_another_publisher_at_work_is_told_in_words_of_the_command_line(broken: Path, checkpoints: list[Path]) -> None:
+    with dcr_store.open(broken) as store:
+        transaction = store.begin(owner="other")
+        with pytest.raises(ConflictError, match=r"if you know that it is dead \(takeover\) \(expected no open"):
+            store.begin(owner="third")
+        told = refused_inside("publish", broken, checkpoints[0], "--owner", "mine")
+        transaction.abort()
+    assert "; wait for it, or take over with --takeover if you know that it is dead (expected" in told
+
+
+@pytest.mark.parametrize("below", ["log", "versions", "log/x", "new/deep"])
+def test_no_store_is_made_inside_of_one(broken: Path, below: str) -> None:
+    assert "is a store, or inside of one" in refused_inside("init", broken / below)
+    assert not (broken / below / "dcr.json").exists()
+    assert [line["line"] for line in document("status", broken)["lines"]] == ["main"]
+
+
+def test_a_file_where_a_directory_is_wanted(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(b"x")
+    file = tmp_path / "w.safetensors"
+    for line in (["pull", store, file], ["pull", store, file, "--mode", "copy"], ["checkout", store, "main", file]):
+        assert f"{file}: is a file; give a directory" in refused_inside(*line)
+    assert f"is below {file}, which is a file; give another place" in refused_inside("pull", store, file / "a" / "b")
+    assert f"{file}: is a file; give the directory of a store" in refused_inside("log", file)
+    assert file.read_bytes() == b"x"
+
+
+def test_a_root_that_is_too_short(store: Path) -> None:
+    root = dcr_store.open(store).log()[0].root
+    for text in ("9f34", "1234", root[:7], "a"):
+        assert "a root needs at least 8 digits" in refused_inside("show", store, text)
+    for text in ("exp", "7", "abcdefg", root[:-1] + "g"):
+        assert "8 digits" not in refused_inside("show", store, text)
+
+
+def test_what_is_not_there_is_not_shown_as_none(tmp_path: Path, checkpoints: list[Path]) -> None:
+    told = refused_inside("init", checkpoints[0])
+    assert told.endswith("were the arguments swapped? (found model.safetensors)\n")
 
 
 def test_what_is_no_store(tmp_path: Path, checkpoints: list[Path]) -> None:

@@ -164,9 +164,9 @@ def test_a_publisher_waits_for_groups_and_stays_near_them(shell: Shell, place: P
     checkpoint = write_hf(tmp_path / "checkpoint", {"w": np.arange(100, dtype=np.int32)})
     shell.text("group", place, "create", "eu", "r1")
     assert "there is no group 'us'" in shell.refused("publish", place, checkpoint, "--wait-for", "us")
-    assert "would be more than 2 ahead" in shell.refused(
-        "publish", place, checkpoint, "--max-ahead", "2", "--ahead-of", "eu"
-    )
+    told = shell.refused("publish", place, checkpoint, "--max-ahead", "2", "--ahead-of", "eu")
+    assert "would be more than 2 ahead" in told
+    assert told.endswith("; publish again when they have caught up\n")
     assert "would be more than 1 ahead" in shell.refused(
         "publish", place, checkpoint, "--max-ahead", 1, "--wait-for", "eu"
     )
@@ -176,6 +176,8 @@ def test_a_publisher_waits_for_groups_and_stays_near_them(shell: Shell, place: P
     out, err = shell.both()
     assert "main@2" in out
     assert "main@2 is committed, but not promoted everywhere after 0.1 s: group eu is at no version" in err
+    assert err.endswith(f"; dcr status {place} shows who it waits for\n")
+    assert "commit again" not in err
     prepare(started(place, "r1"))
     version = shell.document("publish", place, checkpoint, "--max-ahead", "1", "--ahead-of", "eu")["version"]
     assert version == "main@3"

@@ -30,14 +30,15 @@ from dcr_store.errors import IntegrityError
         ("1.", "1."),
         (" 1", " 1"),
         ("٣", "٣"),
-        ("1e999", "1e999"),
-        ("NaN", "NaN"),
-        ("-Infinity", "-Infinity"),
+        ("Nancy", "Nancy"),
+        ("1e999x", "1e999x"),
+        ("-Infinite", "-Infinite"),
         ("[1]", "[1]"),
         ('"x"', '"x"'),
         ("a=b", "a=b"),
         ("", ""),
-        ("9" * 5000, "9" * 5000),
+        ("9" * 1000, int("9" * 1000)),
+        ("9" * 5000 + "x", "9" * 5000 + "x"),
     ],
 )
 def test_meta_values(text: str, value: object) -> None:
@@ -68,6 +69,32 @@ def test_pairs_are_collected() -> None:
         (["publish", "S", "C", "--meta", "novalue"], "argument --meta: expected KEY=VALUE, found 'novalue'"),
         (["publish", "S", "C", "--meta", "=1"], "argument --meta: expected KEY=VALUE, found '=1'"),
         (["publish", "S", "C", "--meta", "a=1", "--meta", "a=1"], "argument --meta: 'a' is given twice"),
+        *(
+            (
+                ["publish", "S", "C", "--meta", f"step={text}"],
+                f"argument --meta: step: expected a number that JSON can say, or text, found {text[:40]}; see",
+            )
+            for text in ("NaN", "nan", "-nan", "Infinity", "-Infinity", "inf", "+inf", "1e999", "-1e999", "9" * 5000)
+        ),
+        (["log", "S", "--storage-option", "foo=1"], "--storage-option is for s3:// and http:// stores; S takes none"),
+        (["init", "memory://x", "--storage-option", "foo=1"], "memory://x takes none; see: dcr init --help"),
+        (["status", "file:///a,file:///b", "--storage-option", "foo=1"], "takes none"),
+        (
+            [
+                "relay",
+                "--upstream",
+                "S",
+                "--listen",
+                "h:1",
+                "--cache",
+                "C",
+                "--max-bytes",
+                "1",
+                "--storage-option",
+                "a=1",
+            ],
+            "--storage-option is for s3:// and http:// stores, and no --upstream is one; see: dcr relay --help",
+        ),
         (["log", "S", "--storage-option", "a"], "argument --storage-option: expected KEY=VALUE"),
         (["init", "S", "--codec", "gzip"], "argument --codec: invalid choice: 'gzip'"),
         (["init", "S", "--chunk-elements", "1e6"], "argument --chunk-elements: expected a number"),

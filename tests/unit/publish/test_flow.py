@@ -85,6 +85,7 @@ class TestWaiting:
             commit()
         assert "group eu is at no version and waits for b to be admitted" in str(caught.value)
         assert (caught.value.kind, caught.value.key) == ("lag", "main@0")
+        assert str(caught.value).endswith("; commit again to go on waiting")
         assert [info.version for info in store.log()] == ["main@0"]
         b = follow(store, "eu", "b")
         advance(a)
@@ -126,6 +127,7 @@ class TestRunningAhead:
         with pytest.raises(LagError, match="main@2 would be more than 2 ahead") as caught:
             store.begin(**flow)
         assert "group eu is at no version and waits for a member to propose" in str(caught.value)
+        assert str(caught.value).endswith("; begin again when they have caught up")
         advance(a)
         assert a.active is not None
         assert a.active.version == "main@1"

@@ -522,6 +522,17 @@ class TestBeginning:
                 write(transaction, STATES[0])
             assert kinds(store) == ["begin", "resume", "commit"]
 
+    @pytest.mark.parametrize(
+        ("value", "says"),
+        [(np.float32(1), "float32"), (float("nan"), "Out of range"), ([{1: 2}], "the key 1 is no string")],
+    )
+    def test_metadata_that_json_cannot_say_are_named(self, store: Store, value: object, says: str) -> None:
+        with pytest.raises(InvalidInputError, match=rf"metadata 'reward': cannot be written as JSON: .*({says})"):
+            store.begin(metadata={"step": 1, "reward": value, "z": 2})
+        with pytest.raises(InvalidInputError, match=r"metadata 3: .*the key 3 is no string; use str\(3\)"):
+            store.begin(metadata={"step": 1, 3: 4})  # type: ignore[dict-item]
+        assert store._catalog.log("main").refresh().length == 0
+
     def test_metadata_that_json_changes_still_match(self, store: Store) -> None:
         metadata: dict[str, Any] = {"shape": (1, 2), "nested": {"b": 1, "a": [1.5]}}
         first = store.begin(owner="run", metadata=metadata)

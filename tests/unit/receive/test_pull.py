@@ -16,7 +16,7 @@ from states import assert_same, raw, series, tree, write_hf
 from watched import Watched
 
 import dcr_store
-from dcr_store.errors import ConflictError, FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
+from dcr_store.errors import ConflictError, FormatError, IntegrityError, InvalidInputError, NotFoundError
 from dcr_store.store import Store
 from dcr_store.targets.checkpoint import open_checkpoint
 from dcr_store.targets.marker import Marker, lock, read_marker
@@ -210,7 +210,7 @@ class TestRefusals:
 
     def test_a_file_where_the_directory_should_be(self, store: Store, tmp_path: Path) -> None:
         (tmp_path / "out").write_text("x")
-        with pytest.raises(StorageError):
+        with pytest.raises(InvalidInputError, match=r"/out: is a file; give a directory$"):
             store.pull(tmp_path / "out", "main@0")
         assert (tmp_path / "out").read_text() == "x"
 

@@ -221,6 +221,27 @@ def large_only(root: Path) -> Path:
     return root
 
 
+def dangling(root: Path) -> Path:
+    (root / "model.safetensors").symlink_to("nowhere")
+    return root
+
+
+def loop(root: Path) -> Path:
+    (root / "model.safetensors").symlink_to("model.safetensors")
+    return root
+
+
+def named_directory(root: Path) -> Path:
+    (root / "elsewhere").mkdir()
+    (root / "model.safetensors").symlink_to("elsewhere")
+    return root
+
+
+def pipe(root: Path) -> Path:
+    os.mkfifo(root / "model.safetensors")
+    return root
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "match"),
     [
@@ -232,6 +253,10 @@ def large_only(root: Path) -> Path:
         (distributed, InvalidInputError, "torch distributed checkpoint"),
         (nested, InvalidInputError, "did you mean .*unet"),
         (large_only, InvalidInputError, r"found x\.gguf"),
+        (dangling, InvalidInputError, r"/model\.safetensors: is a link to a file that is not there; finish"),
+        (loop, InvalidInputError, r"/model\.safetensors: is a link to itself; "),
+        (named_directory, InvalidInputError, r"/model\.safetensors: is a link to a directory; "),
+        (pipe, InvalidInputError, r"/model\.safetensors: is not a regular file; "),
     ],
 )
 def test_what_is_no_checkpoint(make: Callable[[Path], Path], kind: type[DcrError], match: str, tmp_path: Path) -> None:
