@@ -107,7 +107,7 @@ def test_mistakes_are_one_line(
             ({"--cache": str(tmp_path / "full")}, 1, "something else"),
             ({"--upstream": "ftp://x/y"}, 2, "ftp"),
             ({"--upstream": str(tmp_path / "nowhere")}, 1, "no store here to relay"),
-            ({"--storage-option": "key=x"}, 1, "none of"),
+            ({"--storage-option": "key=x"}, 2, "no --upstream is one"),
         ]:
             arguments = [word for pair in {**base, **change}.items() for word in pair]
             assert main(["relay", *arguments]) == code, change
