@@ -33,7 +33,8 @@ RECIPE = {"n_layers": 1, "hidden": 64, "intermediate": 128, "n_heads": 2, "n_kv_
 RECIPE |= {"warm_up_steps": 60, "warm_up_batch": 16, "warm_up_learning_rate": 5e-3, "n_prompts": 16, "n_samples": 32}
 RECIPE |= {"chunk_elements": 4096}
 PROGRAM = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
 from rich.console import Console
 from dcr_store.demo.recipe import Recipe
 from dcr_store.demo.run import run
