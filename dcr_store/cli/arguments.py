@@ -67,11 +67,9 @@ def scalar(text: str) -> object:
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     is_number = _NUMBER.fullmatch(text) is not None
-    if _NOT_FINITE.fullmatch(text) or (is_number and len(text) > _MAX_DIGITS):
-        raise argparse.ArgumentTypeError(f"expected a number that JSON can say, or text, found {text[:40]}")
-    if not is_number:
+    if not is_number and not _NOT_FINITE.fullmatch(text):
         return text
-    number = json.loads(text)
+    number = json.loads(text) if is_number and len(text) <= _MAX_DIGITS else math.nan
     if isinstance(number, float) and not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"expected a number that JSON can say, or text, found {text[:40]}")
     return number

@@ -85,12 +85,12 @@ class NativeBringer:
     def ready(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> None:
         """Read all changes that lead to `goal` ahead, if it can be reached by masks; ``bring`` holds as many itself."""
         held = self.held(catalog)
-        if held is None:
-            return
-        way = _way(catalog, held, goal)
+        way = None if held is None else _way(catalog, held, goal)
         if self._ready is not None and self._ready.way == way:
             return
         self._ready = None
+        if held is None or way is None:
+            return
         edges = _edges(catalog, held, goal)
         reader = _Reader(catalog, goal, fetcher)
         # That nothing leads there is remembered too: a member asks again once its group has promoted the version.
@@ -113,20 +113,13 @@ class NativeBringer:
         IntegrityError
             If the store is damaged, or the loader does something else each time.
         """
-        held, ready = self.held(catalog), self._ready
-        self._ready = None
-        if ready is not None and (held is None or ready.way != _way(catalog, held, goal)):
-            ready = None
-        reader = _Reader(catalog, goal, fetcher) if ready is None else ready.reader
+        self.ready(catalog, goal, fetcher)
+        ready, self._ready = self._ready, None
+        reader, changes = (_Reader(catalog, goal, fetcher), None) if ready is None else (ready.reader, ready.changes)
         layout, plan = reader.layout, self._target.plan
         if self._threads is None or self._target.has_moved() or plan is None or plan.layout_sha256 != layout.sha256:
-            held = self._held = None
+            self._held = changes = None
             self._target.rehearse(layout, reader.values, self._pool)
-        changes: Mapping[str, Changes] | None = None
-        if held is not None and ready is not None:
-            changes = ready.changes
-        elif held is not None and (edges := _edges(catalog, held, goal)) is not None:
-            changes = reader.changes(edges)
         try:
             loaded = self._load(reader, changes)
         except LoaderChangedError:
@@ -249,25 +242,34 @@ def _edges(catalog: Catalog, held: Located, goal: Located) -> list[VersionConten
     Raises
     ------
     IntegrityError
-        If a version on the way is defective: whatever is built of it is not the goal.
+        If a version on the way forward is defective: whatever is built of it is not the goal.
     """
-    for start, end in ((held, goal), (goal, held)):
-        with contextlib.suppress(IntegrityError):
-            chain = catalog.chain(end)
-            roots = [located.row.root for located in chain]
-            if start.row.root in roots:
-                at = len(roots) - 1 - roots[::-1].index(start.row.root)
-                base, *edges = catalog.contents_of(chain[at:])
-                if end is goal:
-                    break
-                require_consistent(base, edges)
-                # The way back is masks alone; what was overwritten is not known any more.
-                is_masks = not any(item.array.array.endswith("/present") for e in edges for item in e.partitions)
-                return edges if is_masks else None
-    else:
+    forward = _between(catalog, held, goal)
+    if forward is not None:
+        base, *edges = forward
+        require_consistent(base, edges)
+        return edges
+    back = _between(catalog, goal, held)
+    if back is None:
         return None
-    require_consistent(base, edges)
-    return edges
+    base, *edges = back
+    with contextlib.suppress(IntegrityError):
+        require_consistent(base, edges)
+        # The way back is masks alone; what was overwritten is not known any more.
+        is_masks = not any(item.array.array.endswith("/present") for e in edges for item in e.partitions)
+        return edges if is_masks else None
+    return None
+
+
+def _between(catalog: Catalog, start: Located, end: Located) -> list[VersionContents] | None:
+    """Return `start` and the versions after it, to `end`; None if it is not in the history of that, or not told."""
+    with contextlib.suppress(IntegrityError):
+        chain = catalog.chain(end)
+        roots = [located.row.root for located in chain]
+        if start.row.root in roots:
+            at = len(roots) - 1 - roots[::-1].index(start.row.root)
+            return catalog.contents_of(chain[at:])
+    return None
 
 
 def _then(first: Changes | None, second: TensorChanges) -> Changes:

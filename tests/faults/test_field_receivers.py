@@ -20,7 +20,7 @@ import handmade
 import numpy as np
 import pytest
 from faults.failing import FailingObjects, over
-from faults.scenes import Place
+from faults.scenes import Place, rename_side_file
 from faults.small_targets import (
     CHUNK_ELEMENTS,
     KINDS,
@@ -367,14 +367,7 @@ def test_17_paths_of_side_files_are_refused(scratch: Path, checkpoints: list[Pat
     with place.create() as store, store.begin() as transaction:
         transaction.write_checkpoint(checkpoints[0])
     objects = open_objects(place.url)
-    key = "log/main/00000000000000000001.json"
-    record = json.loads(objects.get(key))
-    manifest = json.loads(objects.get(record["manifest"]["key"]))
-    next(file for file in manifest["files"] if file["kind"] == "side")["path"] = path
-    data = canonical.encode(manifest)
-    record["manifest"].update(sha256=canonical.sha256(data), nbytes=len(data))
-    objects.put(record["manifest"]["key"], data)
-    objects.put(key, canonical.encode(record))
+    manifest_key = rename_side_file(objects, path)
     kept = KINDS[kind](scratch / "in")
     before = set(scratch.rglob("*"))
     with place.open() as store:
@@ -382,7 +375,7 @@ def test_17_paths_of_side_files_are_refused(scratch: Path, checkpoints: list[Pat
             with store.receiver(kept.start()) as receiver:
                 with pytest.raises(FormatError) as caught:
                     _ = receiver.prepare("main@0") if act == "prepare" else receiver.follow(once=True)
-                assert caught.value.key == f"{record['manifest']['key']}#files[1]"
+                assert caught.value.key == f"{manifest_key}#files[1]"
     found = {item.relative_to(scratch).parts[0] for item in set(scratch.rglob("*")) - before}
     assert found <= {"in"}
     assert not Path("/tmp/dcr-evil").exists()

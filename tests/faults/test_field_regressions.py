@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from faults.failing import FailingObjects, over, publish
 from faults.processes import Nursery
-from faults.scenes import Place, assert_checkpoint, seeded
+from faults.scenes import Place, assert_checkpoint, rename_side_file, seeded
 from states import assert_same, raw, tree, write_hf
 
 from dcr_store import events
@@ -30,7 +30,6 @@ from dcr_store.errors import (
     InvalidInputError,
     StorageError,
 )
-from dcr_store.format import canonical
 from dcr_store.layout.dtypes import uint_dtype
 from dcr_store.layout.layout import LayoutBuilder
 from dcr_store.objects.open import open_objects
@@ -451,14 +450,7 @@ def test_17_paths_of_a_hostile_manifest_are_refused(
     with store.begin() as transaction:
         transaction.write_checkpoint(checkpoints[0])
     objects = open_objects(place.url)
-    record_key = "log/main/00000000000000000001.json"
-    record = json.loads(objects.get(record_key))
-    manifest = json.loads(objects.get(record["manifest"]["key"]))
-    next(file for file in manifest["files"] if file["kind"] == "side")["path"] = path
-    data = canonical.encode(manifest)
-    record["manifest"].update(sha256=canonical.sha256(data), nbytes=len(data))
-    objects.put(record["manifest"]["key"], data)
-    objects.put(record_key, canonical.encode(record))
+    manifest_key = rename_side_file(objects, path)
     objects.delete("log/main/latest.json")
     before = set(scratch.parent.iterdir()) | set(scratch.iterdir())
     for attempt in (
@@ -473,7 +465,7 @@ def test_17_paths_of_a_hostile_manifest_are_refused(
     assert {item.name for item in after - before} <= {"in"}
     assert not Path("/tmp/dcr-evil").exists()
     report = place.open().verify()
-    assert record["manifest"]["key"] in {problem.key for problem in report.problems}
+    assert manifest_key in {problem.key for problem in report.problems}
 
 
 def test_17_names_of_tensors_are_no_paths(store: Store, scratch: Path) -> None:
