@@ -315,9 +315,16 @@ class Baseline:
             "root": located.row.root,
             "layout": located.row.layout,
         }
-        temporary = self.directory / f"{_STATE}.tmp"
-        temporary.write_bytes(canonical.encode(state))
-        temporary.replace(self.directory / _STATE)
+        data = canonical.encode(state)
+        # In place: a new file, or a new name, waits for the disk, which is busy with the pages of the last advance. A
+        # torn note is no JSON, and costs a rebuild.
+        descriptor = os.open(self.directory / _STATE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if os.fstat(descriptor).st_size > len(data):
+                os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, data, 0)
+        finally:
+            os.close(descriptor)
         events.reached("baseline.noted", located.name)
 
     def close(self) -> None:

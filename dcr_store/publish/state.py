@@ -31,9 +31,11 @@ from dcr_store.publish.spool import ChunkSpool
 from dcr_store.versions.workers import n_workers, scratch, worker_pool
 
 Fill = Callable[[Bits], None]
+_Batch = list[tuple[str, int, Fill]]
 Changes = tuple[NDArray[np.uint32], Bits]
 CHANGES_NBYTES: Final = 96 << 20
-_AHEAD: Final = 4
+_AHEAD: Final = 2  # batches for each worker
+_N_TOGETHER: Final = 4
 _N_TRIES: Final = 3
 
 
@@ -151,7 +153,8 @@ class StateWriter:
         self._kept: dict[str, tuple[int, Bits]] = {}
         self.contributions: dict[str, list[tuple[int, int, int, int]]] = {space: [] for space in SPACES}
         self._pool = worker_pool("dcr-encode")
-        self._waiting: deque[Future[EncodedChunk]] = deque()
+        self._waiting: deque[Future[list[EncodedChunk]]] = deque()
+        self._batch: _Batch = []
         self._n_ahead = _AHEAD * n_workers()
         self._n_unread = 0
         self._was_read = threading.Condition()
@@ -164,22 +167,45 @@ class StateWriter:
         self._assembler.feed(entry.space, entry.start, entry.n_elements, read_into)
 
     def _emit(self, space: str, chunk: int, fill: Fill) -> None:
+        self._batch.append((space, chunk, fill))
+        if len(self._batch) == _N_TOGETHER:
+            self._submit()
+
+    def _submit(self) -> None:
+        """Hand what is collected to a worker: a few chunks at a time, because each change of threads costs."""
+        if not self._batch:
+            return
         with self._was_read:
             self._n_unread += 1
-        self._waiting.append(self._pool.submit(self._work, space, chunk, fill))
+        self._waiting.append(self._pool.submit(self._work, self._batch))
+        self._batch = []
         while len(self._waiting) > self._n_ahead:
-            self._take(self._waiting.popleft().result())
+            self._take_next()
 
-    def _work(self, space: str, chunk: int, fill: Fill) -> EncodedChunk:
-        """Take a private copy of a chunk and encode it; runs in a worker's thread."""
-        new = scratch(space, self.chunk_elements)
+    def _take_next(self) -> None:
+        for encoded in self._waiting.popleft().result():
+            self._take(encoded)
+
+    def _work(self, batch: _Batch) -> list[EncodedChunk]:
+        """Take private copies of chunks and encode them; runs in a worker's thread."""
+        encoded, n_unread = [], len(batch)
         try:
-            fill(new)
+            for space, chunk, fill in batch:
+                new = scratch(space, self.chunk_elements)
+                fill(new)
+                n_unread -= 1
+                if n_unread == 0:
+                    self._say_read()
+                encoded.append(self._encode(space, chunk, new))
         finally:
-            with self._was_read:
-                self._n_unread -= 1
-                self._was_read.notify_all()
-        return self._encode(space, chunk, new)
+            if n_unread:
+                self._say_read()
+        return encoded
+
+    def _say_read(self) -> None:
+        with self._was_read:
+            self._n_unread -= 1
+            self._was_read.notify_all()
 
     def _encode(self, space: str, chunk: int, new: Bits) -> EncodedChunk:
         raise NotImplementedError
@@ -195,15 +221,17 @@ class StateWriter:
 
     def settle(self) -> None:
         """Wait until all sources are read and may change, if not yet encoded."""
+        self._submit()
         with self._was_read:
             self._was_read.wait_for(lambda: self._n_unread == 0)
         while self._waiting and self._waiting[0].done():
-            self._take(self._waiting.popleft().result())
+            self._take_next()
 
     def drain(self) -> None:
         """Wait until all complete chunks are encoded."""
+        self._submit()
         while self._waiting:
-            self._take(self._waiting.popleft().result())
+            self._take_next()
 
     def finish(self) -> dict[str, NDArray[np.uint64]]:
         """Encode what is left; return the contributions, uint64 of shape (n, 4) per space, ascending by chunk."""
