@@ -98,7 +98,8 @@ class Baseline:
             ) from error
         try:
             with self._translated():
-                os.pwrite(self._lock, BASELINE_TAG, 0)  # tells whoever publishes what is around it to leave it out
+                # It tells whoever publishes what is around it to leave it out.
+                _write_all(self._lock, memoryview(BASELINE_TAG), 0)
         except BaseException:
             self.close()  # nobody else can: who kept the lock would keep everybody from this baseline until he ends
             raise
@@ -244,10 +245,7 @@ class Baseline:
                 if space not in self._staged:
                     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
                     self._staged[space] = os.open(self.directory / f"next-{space}.bin", flags, 0o666)
-            data, offset = bits.view(np.uint8).data, chunk * bits.nbytes
-            while data:
-                n_written = os.pwrite(self._staged[space], data, offset)
-                data, offset = data[n_written:], offset + n_written
+            _write_all(self._staged[space], bits.view(np.uint8).data, chunk * bits.nbytes)
         events.reached("baseline.chunk.staged", f"{space} {chunk}")
 
     def staged(self, space: str, chunk: int, out: Bits) -> None:
@@ -317,12 +315,13 @@ class Baseline:
         }
         data = canonical.encode(state)
         # In place: a new file, or a new name, waits for the disk, which is busy with the pages of the last advance. A
-        # torn note is no JSON, and costs a rebuild.
+        # torn note is no JSON, or mixes two notes: the root of neither, or the root of one with which the files are
+        # compared chunk by chunk, as ever. It costs a rebuild.
         descriptor = os.open(self.directory / _STATE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(descriptor).st_size > len(data):
                 os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, data, 0)
+            _write_all(descriptor, memoryview(data), 0)
         finally:
             os.close(descriptor)
         events.reached("baseline.noted", located.name)
@@ -357,6 +356,12 @@ def _checked(directory: str | os.PathLike[str]) -> Path:
                 found=weights[0],
             )
     return place
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        n_written = os.pwrite(descriptor, data, offset)  # on a disk that is nearly full, fewer than asked for
+        data, offset = data[n_written:], offset + n_written
 
 
 def _remove(directory: str, pid: int) -> None:
