@@ -46,9 +46,8 @@ def publisher(last_step: int, owner: str, *, takes_over: float = 0.0) -> Callabl
     def act(world: World, role: Role, actor: Actor) -> None:
         store = world.store(actor)
         variant = role.n_incarnations % N_VARIANTS
-        n_tries = 0
+        n_conflicts = 0
         while True:
-            n_tries += 1
             try:
                 with store:
                     if _publish_next(world, role, store, last_step, owner, variant, takes_over):
@@ -58,7 +57,8 @@ def publisher(last_step: int, owner: str, *, takes_over: float = 0.0) -> Callabl
                 if role.newest is not actor:
                     return
             except ConflictError:
-                world.scheduler.sleep(world.rng.uniform(0.05, 0.5))
+                n_conflicts += 1
+                world.scheduler.sleep(world.rng.uniform(0.05, 0.5) * min(n_conflicts, 6))
             except OutcomeUnknownError:
                 world.count("outcome unknown")
             except DcrError as error:
@@ -124,7 +124,7 @@ def puller(goals: list[str]) -> Callable[[World, Role, Actor], None]:
     """Return what brings a directory to one version after the other, at somebody's command."""
 
     def act(world: World, role: Role, actor: Actor) -> None:
-        store, host = world.store(actor), role.host
+        store, host, n_conflicts = world.store(actor), role.host, 0
         where = f"{host.target}/current" if host.keeps_copies else host.target
         while goals:
             goal = goals[0]
@@ -137,7 +137,8 @@ def puller(goals: list[str]) -> Callable[[World, Role, Actor], None]:
                     result = store.pull(host.target, goal)
             except ConflictError:
                 world.count("target locked")
-                world.scheduler.sleep(world.rng.uniform(0.2, 1.0))
+                n_conflicts += 1
+                world.scheduler.sleep(world.rng.uniform(0.2, 1.0) * min(n_conflicts, 3))
                 continue
             except DcrError as error:
                 let_pass(error)

@@ -125,7 +125,7 @@ class Runner:
             report.n_seeds += 1
             if report.failures and until_failure:
                 break
-            if seed % 50 == 0:
+            if seed % 300 == 0:
                 gc.collect()
             if progress and (report.n_seeds % progress == 0 or report.n_seeds == len(seeds)):
                 used_s = time.process_time() - began_s

@@ -312,13 +312,16 @@ class Calls:
             disk.named(lambda: _gone(text), text)
 
     def realpath(self, path: Any, **options: Any) -> Any:
-        """Look at what lies on a disk alone: above it there are no links."""
+        """Look at what lies on a disk alone: it is no link itself, nor is anything above it."""
         world = self.world
         text = os.fspath(path)
         if world is None or not isinstance(text, str) or not text.startswith(f"{world.root}/"):
             return REAL_PATH(path, **options)
-        place = world.root
-        for part in text[len(place) + 1 :].split("/"):
+        host, _, below = text[len(world.root) + 1 :].partition("/")
+        if not host.isdecimal():
+            return REAL_PATH(path, **options)
+        place = f"{world.root}/{host}"
+        for part in below.split("/") if below else ():
             place = f"{place}/{part}"
             try:
                 is_plain = part not in ("", ".", "..") and not stat.S_ISLNK(os.lstat(place).st_mode)

@@ -28,11 +28,11 @@ N_VARIANTS: Final = 3
 def _states() -> dict[tuple[int, int], State]:
     """Return the state of each step as each start of the trainer computes it: they differ in a few elements."""
     rng = np.random.default_rng(0)
-    a, b = rng.integers(0, 1 << 16, 150, np.uint16), rng.integers(0, 1 << 8, 40, np.uint8)
+    a, b = rng.integers(0, 1 << 16, 110, np.uint16), rng.integers(0, 1 << 8, 40, np.uint8)
     states: dict[tuple[int, int], State] = {}
     for step in range(N_STEPS):
         a, b = a.copy(), b.copy()
-        a[rng.integers(0, 150, 6)] ^= 1
+        a[rng.integers(0, 110, 6)] ^= 1
         b[rng.integers(0, 40, 1)] ^= 0 if step == 3 else 3
         for variant in range(N_VARIANTS):
             own = a.copy()

@@ -7,15 +7,19 @@ are given at once, in the caller's thread. Outside of a simulation nothing chang
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
+import os
 import pkgutil
 import random
 import secrets
 import sys
 import threading
 import time
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path, PurePath
 from random import Random
 from types import TracebackType
 from typing import Any, Final, Self
@@ -27,14 +31,18 @@ from sim.scheduler import Killed, Scheduler
 
 import dcr_store
 from dcr_store import events
-from dcr_store.codec import kernels
+from dcr_store.codec import chunk, kernels, portable
 from dcr_store.format import canonical, groups, records
 from dcr_store.format.documents import JournalEntry, Manifest, StoreDocument
 from dcr_store.format.groups import Ack
 from dcr_store.layout.dtypes import uint_dtype
 from dcr_store.layout.layout import Layout
-from dcr_store.log import fold, group_fold
+from dcr_store.log import fold, group_fold, line
 from dcr_store.payload import contributions, shard, version
+from dcr_store.publish import state
+from dcr_store.receive import structure
+from dcr_store.targets import own_directories, safetensors_file
+from dcr_store.targets.file_map import FileMap
 
 _UNUSED: Final = (
     "dcr_store.cli",
@@ -44,6 +52,7 @@ _UNUSED: Final = (
     "dcr_store.codec.kernels_numba",
 )
 _EPOCH_S: Final = 1_700_000_000
+_N_PATHS: Final = 20_000
 
 
 class _Done(Future[Any]):
@@ -54,6 +63,11 @@ class _Done(Future[Any]):
     def __init__(self, result: Any, error: Exception | None) -> None:
         self._condition, self._state, self._result, self._exception = self._shared, "FINISHED", result, error
         self._waiters, self._done_callbacks = [], []
+
+    def result(self, timeout: float | None = None) -> Any:
+        if self._exception is not None:
+            raise self._exception
+        return self._result
 
 
 class Inline:
@@ -153,6 +167,7 @@ class Environment:
 
 
 ENVIRONMENT: Final = Environment()
+_look_for_store: Final = own_directories.holds_store
 _STEPS: Final = ("baseline.chunk.", "baseline.space.", "baseline.noted")
 
 
@@ -161,10 +176,47 @@ def _scratch(space: str, chunk_elements: int, name: str = "") -> Any:
     return np.empty(chunk_elements, uint_dtype(space))
 
 
-def _on_event(event: events.Event) -> None:
+def _reached(name: str, detail: str = "") -> None:
     scheduler = ENVIRONMENT.scheduler
-    if scheduler is not None and scheduler.current is not None and event.name.startswith(_STEPS):
-        scheduler.step(event.name)
+    if scheduler is not None and name.startswith(_STEPS) and scheduler.current is not None:
+        scheduler.step(name)
+
+
+def _progress(task: str, done: int, total: int) -> None:
+    pass
+
+
+def _holds_store(directory: Path) -> bool:
+    """Whether a directory is a store: above what simulations have to do with there is none."""
+    world = disk.CALLS.world
+    return (world is None or str(directory).startswith(f"{world.root}/")) and _look_for_store(directory)
+
+
+def _in_chunks() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what stand in for `encode_delta` and `chunk.apply`: pure functions but for the chunk that they change."""
+
+    def encoded(space: str, chunk: int, base: bytes, base_digest: int, new: bytes) -> Any:
+        dtype = uint_dtype(space)
+        return encode(codec, space, chunk, np.frombuffer(base, dtype), base_digest, np.frombuffer(new, dtype).copy())
+
+    def applied(data: bytes, bits: bytes, dtype: np.dtype[Any]) -> tuple[int, bytes]:
+        result = np.frombuffer(bits, dtype).copy()
+        return apply(data, result), result.tobytes()
+
+    def encode_delta(codec: object, space: str, chunk: int, base: Any, base_digest: int, new: Any) -> Any:
+        found = encodings(space, chunk, base.tobytes(), base_digest, new.tobytes())
+        if found is not None:
+            new[:] = base
+        return found
+
+    def apply_chunk(data: Any, bits: Any, base: Any = None) -> int:
+        n_changed, content = applications(bytes(data), bits.tobytes(), bits.dtype)
+        bits[:] = np.frombuffer(content, bits.dtype)
+        return int(n_changed)
+
+    codec, encode, apply = portable.get_codec("dcr.delta"), state.encode_delta, chunk.apply
+    encodings, applications = Memory(encoded), Memory(applied)
+    return encode_delta, apply_chunk
 
 
 def _remembered() -> dict[int, Any]:
@@ -177,6 +229,9 @@ def _remembered() -> dict[int, Any]:
         (Layout, "from_json_bytes"),
     ):
         setattr(owner, name, Memory(getattr(owner, name)))
+    FileMap.of = Memory(FileMap.of, lambda layout, files: (id(layout), *((path, row.raw) for path, row in files)))  # type: ignore[method-assign]
+    occupied = Memory(Layout.occupied, lambda layout, *place: (id(layout), *place))
+    Layout.occupied = lambda *arguments: occupied(*arguments).copy()  # type: ignore[method-assign]
     return {
         id(function): Memory(function, key)
         for function, key in (
@@ -184,7 +239,9 @@ def _remembered() -> dict[int, Any]:
             (records.parse_record, None),
             (groups.parse_group_record, None),
             (contributions.decode, None),
-            (shard.parse, None),
+            (shard.parse, lambda data, n_chunks, key: (data, n_chunks)),
+            (safetensors_file.parse_header, None),
+            (structure.single_file, lambda layout: (id(layout),)),
             (fold.apply, _of_line),
             (group_fold.apply, _of_group),
             (version.sealed_partitions, lambda manifest, entry: (id(manifest), id(entry))),
@@ -203,11 +260,56 @@ def _of_group(state: group_fold.GroupState, record: object, data: bytes) -> tupl
     return state.group, state.length, state.last_sha256, data
 
 
+def _share_paths() -> None:
+    """Make each path once: all seeds name much the same files, and pathlib takes each apart anew."""
+    # The one that a path was made from stays with it, so that nothing else gets its identity.
+    made: dict[object, tuple[Any, Any]] = {}
+    new, join, plain = Path.__new__, PurePath.__truediv__, type(Path())
+    parent, parents = PurePath.parent.fget, PurePath.parents.fget  # type: ignore[attr-defined]
+
+    def remember(key: object, origin: Any, path: Any) -> Any:
+        if len(made) >= _N_PATHS:
+            made.clear()
+        made[key] = origin, path
+        return path
+
+    def of(cls: type, *parts: Any, **options: Any) -> Any:
+        part = parts[0] if len(parts) == 1 else None
+        if type(part) is plain and cls is Path:
+            return part
+        if type(part) is not str:
+            return new(cls, *parts, **options)
+        found = made.get((cls, part))
+        return remember((cls, part), cls, new(cls, part)) if found is None else found[1]
+
+    def joined(path: Any, name: Any) -> Any:
+        if type(name) is not str:
+            return join(path, name)
+        found = made.get((id(path), name))
+        return remember((id(path), name), path, join(path, name)) if found is None else found[1]
+
+    def parent_of(path: Any) -> Any:
+        found = made.get(id(path))
+        return remember(id(path), path, parent(path)) if found is None else found[1]
+
+    def parents_of(path: Any) -> Any:
+        found = made.get((id(path), None))
+        return remember((id(path), None), path, tuple(parents(path))) if found is None else found[1]
+
+    Path.__new__ = of  # type: ignore[method-assign, assignment]
+    PurePath.__truediv__ = joined  # type: ignore[method-assign]
+    PurePath.parent = property(parent_of)  # type: ignore[method-assign, assignment]
+    PurePath.parents = property(parents_of)  # type: ignore[method-assign, assignment]
+    PurePath.__fspath__ = PurePath.__str__  # type: ignore[method-assign]
+    Path.resolve = lambda path, strict=False: Path(os.path.realpath(path, strict=strict))  # type: ignore[method-assign]
+
+
 def install() -> None:
     """Load the product and tie it to the simulation."""
     for module in pkgutil.walk_packages(dcr_store.__path__, "dcr_store."):
         if not module.name.startswith(_UNUSED):
             importlib.import_module(module.name)
+    encode_delta, apply_chunk = _in_chunks()
     stand_ins = {
         id(time): ENVIRONMENT,
         id(random): ENVIRONMENT,
@@ -217,16 +319,23 @@ def install() -> None:
         id(datetime.datetime): ENVIRONMENT,
         id(importlib.import_module("dcr_store.publish.opening").LIVE): ENVIRONMENT,
         id(importlib.import_module("dcr_store.versions.workers").scratch): _scratch,
+        id(state.encode_delta): encode_delta,
+        id(_look_for_store): _holds_store,
         **_remembered(),
     }
+    portable.DeltaCodec.apply = staticmethod(apply_chunk)  # type: ignore[assignment]
+    events.reached, events.progress = _reached, _progress
+    line.CHECKPOINT_VERSIONS = 3  # type: ignore[misc]
+    if hasattr(typing, "_get_protocol_attrs") and sys.version_info < (3, 12):  # later ones remember it themselves
+        typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
     for name, module in list(sys.modules.items()):
         if name.startswith("dcr_store"):
             for attribute, value in list(vars(module).items()):
                 if id(value) in stand_ins:
                     setattr(module, attribute, stand_ins[id(value)])
     kernels.use_engine("numpy")  # the other one would come later, and is for larger chunks
-    events._listeners.append(_on_event)
     disk.install()
+    _share_paths()
 
 
 __all__ = ["ENVIRONMENT", "Inline", "Killed", "install"]
