@@ -28,10 +28,18 @@ class Hint:
 
 
 def _read_body(objects: ObjectStore, key: str, document_format: str) -> Fields | None:
+    data = _get(objects, key)
+    return None if data is None else _body_of(data, key, document_format)
+
+
+def _get(objects: ObjectStore, key: str) -> bytes | None:
     try:
-        data = objects.get(key)
+        return objects.get(key)
     except NotFoundError:
         return None
+
+
+def _body_of(data: bytes, key: str, document_format: str) -> Fields | None:
     body = canonical.open_body(data, key)
     if body is None or body.get("format") != document_format:
         return None
@@ -68,7 +76,13 @@ def read_checkpoint(objects: ObjectStore, line: str, seq: int, store_sha256: str
 
     The rows of a full checkpoint stay in it: the state returned names it as a segment instead.
     """
-    fields = _read_body(objects, checkpoint_key(line, seq), "dcr-log-checkpoint")
+    key = checkpoint_key(line, seq)
+    data = _get(objects, key)
+    return None if data is None else _parse_checkpoint(data, key, line, seq, store_sha256)
+
+
+def _parse_checkpoint(data: bytes, key: str, line: str, seq: int, store_sha256: str) -> LineState | None:
+    fields = _body_of(data, key, "dcr-log-checkpoint")
     if fields is None:
         return None
     try:
