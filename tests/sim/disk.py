@@ -61,9 +61,10 @@ class Disk:
         Set where that may have changed what its marker says, or which version the link leads to; likewise.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = str(root)
-        root.mkdir()
+    def __init__(self, root: Path, *, has_files: bool = True) -> None:
+        self.root, self.has_files = str(root), has_files
+        if has_files:
+            root.mkdir()
         self.target = os.path.join(self.root, "target")
         self.durable: dict[int, bytes] = {}
         self.journal: list[tuple[set[str], Callable[[], None]]] = []
@@ -199,7 +200,7 @@ class Calls:
         text, disk = self._disk(path, dir_fd)
         if disk is None:
             return int(real(path, flags, mode, dir_fd=dir_fd))
-        self._step(f"open {os.path.basename(text)}")
+        self._step(f"open {_last(text)}")
         is_new = not os.path.lexists(text)
         descriptor = int(real(path, flags, mode, dir_fd=dir_fd))
         if is_new:
@@ -219,7 +220,7 @@ class Calls:
         if disk is None:
             return int(REAL["pwritev"](descriptor, buffers, offset))
         assert self.world is not None
-        self._step(f"{name} {os.path.basename(text)} {offset}")
+        self._step(f"{name} {_last(text)} {offset}")
         fate = self.world.fates.of_write(name)
         if fate == "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -239,14 +240,14 @@ class Calls:
     def ftruncate(self, descriptor: int, nbytes: int) -> None:
         text, disk = self._disk_of(descriptor)
         if disk is not None:
-            self._step(f"ftruncate {os.path.basename(text)}")
+            self._step(f"ftruncate {_last(text)}")
             disk.changed(text)
         REAL["ftruncate"](descriptor, nbytes)
 
     def fsync(self, descriptor: int) -> None:
         text, disk = self._disk_of(descriptor)
         if disk is not None:
-            self._step(f"fsync {os.path.basename(text)}")
+            self._step(f"fsync {_last(text)}")
             disk.synced(descriptor, text)
 
     def replace(self, source: Any, place: Any, **options: Any) -> None:
@@ -254,7 +255,7 @@ class Calls:
         if disk is None:
             REAL["replace"](source, place, **options)
             return
-        self._step(f"replace {os.path.basename(text)}")
+        self._step(f"replace {_last(text)}")
         before, restore = os.fspath(source), _keep(disk, text)
         REAL["replace"](source, place, **options)
 
@@ -272,7 +273,7 @@ class Calls:
         if disk is None:
             REAL["unlink"](path, dir_fd=dir_fd)
             return
-        self._step(f"unlink {os.path.basename(text)}")
+        self._step(f"unlink {_last(text)}")
         restore = _keep(disk, text)
         REAL["unlink"](path, dir_fd=dir_fd)
         disk.named(restore, text)
@@ -282,7 +283,7 @@ class Calls:
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         text, disk = self._disk(path, dir_fd)
         if disk is not None and not os.path.isdir(text):
-            self._step(f"mkdir {os.path.basename(text)}")
+            self._step(f"mkdir {_last(text)}")
             REAL["mkdir"](path, mode, dir_fd=dir_fd)
             disk.named(lambda: shutil.rmtree(text, ignore_errors=True), text)
             return
@@ -293,7 +294,7 @@ class Calls:
         if disk is None:
             REAL["rmdir"](path, dir_fd=dir_fd)
             return
-        self._step(f"rmdir {os.path.basename(text)}")
+        self._step(f"rmdir {_last(text)}")
         REAL["rmdir"](path, dir_fd=dir_fd)
         disk.named(lambda: REAL["mkdir"](text), text)
 
@@ -306,7 +307,7 @@ class Calls:
     def _new_name(self, name: str, source: Any, place: Any, *arguments: Any, **options: Any) -> None:
         text, disk = self._disk(place)
         if disk is not None:
-            self._step(f"{name} {os.path.basename(text)}")
+            self._step(f"{name} {_last(text)}")
         REAL[name](source, place, *arguments, **options)
         if disk is not None:
             disk.named(lambda: _gone(text), text)
@@ -345,7 +346,7 @@ class Calls:
             return
         # Noted before: one that dies here never closes it, which a real process would.
         actor.locks[descriptor] = os.fstat(descriptor).st_ino
-        self._step(f"flock {os.path.basename(text)}")
+        self._step(f"flock {_last(text)}")
         while True:
             try:
                 REAL_FLOCK(descriptor, operation | fcntl.LOCK_NB)
@@ -394,6 +395,10 @@ def install() -> None:
         setattr(os, name, getattr(CALLS, name))
     fcntl.flock = CALLS.flock  # type: ignore[assignment]
     os.path.realpath = CALLS.realpath  # type: ignore[assignment]
+
+
+def _last(path: str) -> str:
+    return path[path.rfind("/") + 1 :]
 
 
 def _gone(path: str) -> None:

@@ -158,6 +158,7 @@ def member(group: Group, last: int) -> Callable[[World, Role, Actor], None]:
     def act(world: World, role: Role, actor: Actor) -> None:
         store = world.store(actor)
         me: Member | None = None
+        n_idle, length = 0, -1
         while True:
             try:
                 if me is None:
@@ -177,7 +178,8 @@ def member(group: Group, last: int) -> Callable[[World, Role, Actor], None]:
                 let_pass(error)
                 if me is not None and me.incarnation != group.fold.members.get(role.name):
                     me = None
-            world.scheduler.sleep(world.rng.uniform(0.05, 0.4))
+            n_idle, length = n_idle + 1 if length == group.fold.length else 0, group.fold.length
+            world.scheduler.sleep(world.rng.uniform(0.05, 0.4) * (1 + min(n_idle, 3)))
 
     return act
 

@@ -12,7 +12,8 @@ import os
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,8 @@ class Judge:
         self.states: list[State] = list(library.states)
         self.trees = list(library.trees)
         store = objects[STORE_KEY]
-        self.line = _folded(objects)
+        folded = _folded(library)
+        self.line = replace(folded, versions=[*folded.versions], steps=[*folded.steps])
         self.intents: dict[tuple[str, int], State] = {}
         self.lost: set[tuple[str, int]] = set()
         self.catalog = Catalog(
@@ -255,9 +257,10 @@ def _require(condition: bool, message: str) -> None:
         raise ViolationError(message)
 
 
-def _folded(objects: dict[str, bytes]) -> LineFold:
-    line = LineFold(hashlib.sha256(objects[STORE_KEY]).hexdigest())
-    while (data := objects.get(_record_key(line.length))) is not None:
+@cache
+def _folded(library: Library) -> LineFold:
+    line = LineFold(hashlib.sha256(library.objects[STORE_KEY]).hexdigest())
+    while (data := library.objects.get(_record_key(line.length))) is not None:
         line.advance(data)
     return line
 

@@ -46,7 +46,7 @@ def _states() -> dict[tuple[int, int], State]:
 STATES: Final = _states()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Library:
     """A store that is there when a simulation begins.
 

@@ -37,7 +37,7 @@ from dcr_store.format.documents import JournalEntry, Manifest, StoreDocument
 from dcr_store.format.groups import Ack
 from dcr_store.layout.dtypes import uint_dtype
 from dcr_store.layout.layout import Layout
-from dcr_store.log import fold, group_fold, line
+from dcr_store.log import checkpoints, fold, group_fold, line
 from dcr_store.payload import contributions, shard, version
 from dcr_store.publish import state
 from dcr_store.receive import structure
@@ -50,6 +50,8 @@ _UNUSED: Final = (
     "dcr_store.__main__",
     "dcr_store.relay",
     "dcr_store.codec.kernels_numba",
+    "dcr_store.receive.native_bringer",
+    "dcr_store.targets.native",
 )
 _EPOCH_S: Final = 1_700_000_000
 _N_PATHS: Final = 20_000
@@ -63,6 +65,9 @@ class _Done(Future[Any]):
     def __init__(self, result: Any, error: Exception | None) -> None:
         self._condition, self._state, self._result, self._exception = self._shared, "FINISHED", result, error
         self._waiters, self._done_callbacks = [], []
+
+    def done(self) -> bool:
+        return True
 
     def result(self, timeout: float | None = None) -> Any:
         if self._exception is not None:
@@ -242,6 +247,7 @@ def _remembered() -> dict[int, Any]:
             (shard.parse, lambda data, n_chunks, key: (data, n_chunks)),
             (safetensors_file.parse_header, None),
             (structure.single_file, lambda layout: (id(layout),)),
+            (checkpoints._parse_checkpoint, None),
             (fold.apply, _of_line),
             (group_fold.apply, _of_group),
             (version.sealed_partitions, lambda manifest, entry: (id(manifest), id(entry))),

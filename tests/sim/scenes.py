@@ -101,17 +101,20 @@ def grouping(stage: Stage, seed: int) -> World:
     policy = Policy(proposing=rng.choice(["newest", "manual"]), drop_after_s=rng.choice([None, None, 1, 3]))
     group = groups.Group(world, names, policy)
     world.set_faults(rng.choice([0, 1, 2, 3, 4, 6]), SPAN * len(names), OBJECT_FAULTS | PROCESS_FAULTS)
-    on_disk = rng.random() < 0.15
+    on_disk = rng.random() < 0.1
     for name in names:
-        world.add_role(name, world.add_host(), follower(last, group) if on_disk else groups.member(group, last))
-    world.add_role("operator", world.add_host(), groups.operator(group, names, last, rng.choice([0, 1, 2, 4])))
+        act = follower(last, group) if on_disk else groups.member(group, last)
+        world.add_role(name, world.add_host(has_files=on_disk), act)
+    world.add_role(
+        "operator", world.add_host(has_files=False), groups.operator(group, names, last, rng.choice([0, 1, 2, 4]))
+    )
     return world
 
 
 SCENES: Final[dict[str, tuple[Callable[[Stage, int], World], float]]] = {
-    "publishing": (publishing, 0.25),
-    "receiving": (receiving, 0.25),
-    "copying": (copying, 0.1),
-    "following": (following, 0.1),
-    "grouping": (grouping, 0.3),
+    "publishing": (publishing, 0.29),
+    "receiving": (receiving, 0.27),
+    "copying": (copying, 0.07),
+    "following": (following, 0.05),
+    "grouping": (grouping, 0.32),
 }

@@ -149,9 +149,11 @@ class World:
         store = library.objects[STORE_KEY]
         self._document, self.sha256 = StoreDocument.from_bytes(store), canonical.sha256(store)
 
-    def add_host(self) -> Disk:
-        disk = Disk(Path(self.root) / f"{len(self.disks)}")
-        self.disks.append(disk)
+    def add_host(self, *, has_files: bool = True) -> Disk:
+        """Return a new host; one without files is there to lose power only."""
+        disk = Disk(Path(self.root) / f"{len(self.disks)}", has_files=has_files)
+        if has_files:
+            self.disks.append(disk)
         return disk
 
     def add_role(self, name: str, host: Disk, act: Callable[[World, Role, Actor], None]) -> Role:
@@ -253,7 +255,7 @@ class World:
         if kind == "crash":
             self.die()
         elif kind == "sleep":
-            actor.wake_at = scheduler.clock + self.rng.choice([0.5, 1.5, 4.0, 15.0])
+            actor.wake_at = scheduler.clock + self.rng.choice([0.5, 1.5, 4.0, 8.0])
             if actor is role.newest and not role.is_done:
                 self._start(role, self.rng.uniform(*role.restart_s))
             scheduler.step("asleep")
@@ -300,6 +302,8 @@ class World:
             self._start(role, self.rng.uniform(*role.restart_s))
 
     def _lose(self, host: Disk) -> None:
+        if not host.has_files:
+            return
         current, self.scheduler.current = self.scheduler.current, None
         self.counters["pages reverted"] += host.lose_power(self.rng)
         self.scheduler.current = current
