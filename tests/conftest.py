@@ -13,7 +13,7 @@ from states import real_snapshots, series, write_hf
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Lengths of what can be run for as long as one likes."""
     group = parser.getgroup("dcr_store")
-    group.addoption("--seeds", type=int, default=4000, help="how many seeds tests/sim runs")
+    group.addoption("--seeds", type=int, default=20_000, help="how many seeds tests/sim runs")
     group.addoption("--first-seed", type=int, default=0, help="the first of them")
 
 

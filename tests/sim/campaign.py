@@ -1,6 +1,6 @@
 """Run seeds, in processes of their own::
 
-    python tests/sim/campaign.py --first-seed 0 --seeds 100000 --processes 2
+    python tests/sim/campaign.py --first-seed 0 --seeds 100000                on all cores
     python tests/sim/campaign.py --first-seed 4711 --seeds 1 --trace          what happened in one
     python tests/sim/campaign.py --without "sync before clean"                how soon that is found out; or "each"
 
@@ -13,6 +13,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -63,7 +64,18 @@ def run(first_seed: int, n_seeds: int, n_processes: int, *options: str) -> Repor
     firsts = [first_seed + i * n_seeds // n_processes for i in range(n_processes + 1)]
     workers = [
         subprocess.Popen(
-            [sys.executable, __file__, "--first-seed", str(a), "--seeds", str(b - a), "--json", *options],
+            [
+                sys.executable,
+                __file__,
+                "--first-seed",
+                str(a),
+                "--seeds",
+                str(b - a),
+                "--processes",
+                "1",
+                "--json",
+                *options,
+            ],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -164,7 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=10_000)
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=int, help="as many as there are cores, where seeds are only run")
     parser.add_argument("--scene", choices=list(SCENES), help="of all seeds, instead of one that each chooses")
     parser.add_argument("--without", choices=[*REMOVALS, "each"], help="take a safety rule out, until that shows")
     parser.add_argument("--trace", action="store_true", help="print every step")
@@ -172,10 +184,13 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     arguments = parser.parse_args()
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-    if arguments.processes > 1:
+    only_runs = arguments.without is None and not (arguments.trace or arguments.json)
+    n_processes = arguments.processes or (len(os.sched_getaffinity(0)) if only_runs else 1)
+    n_processes = min(n_processes, len(seeds))
+    if n_processes > 1:
         options = [] if arguments.scene is None else ["--scene", arguments.scene]
         options += ["--progress", str(arguments.progress)]
-        report = run(seeds.start, len(seeds), arguments.processes, *options)
+        report = run(seeds.start, len(seeds), n_processes, *options)
     else:
         runner = Runner()
         try:
