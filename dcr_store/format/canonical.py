@@ -51,7 +51,7 @@ def _check(value: object, levels: int) -> None:
         raise InvalidInputError("cannot be written as JSON: it nests too many levels of objects and lists; flatten it")
     if isinstance(value, dict):
         for key in value:
-            if not isinstance(key, str):
+            if type(key) is not str and not isinstance(key, str):
                 raise InvalidInputError(f"cannot be written as JSON: the key {key!r} is no string; use str({key!r})")
         value = value.values()
     for item in value:
