@@ -1,10 +1,13 @@
 """A small Llama as transformers has it: made, saved and loaded as any other, sampled from, fingerprinted.
 
+Checkpoints are BF16. What computes is float32, which holds every BF16 number: not every processor is fast at BF16.
+
 Refuses to start without the packages of the extra ``demo``, with the command that installs them.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,21 +73,23 @@ def make_policy(recipe: Recipe) -> Model:
 
 
 def save(model: Model, directory: Path) -> None:
-    """Write the model and its tokenizer as a Hugging Face checkpoint."""
+    """Write the model, rounded to BF16, and its tokenizer as a Hugging Face checkpoint."""
+    import torch
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=START))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     PreTrainedTokenizerFast(tokenizer_object=characters, bos_token=START).save_pretrained(directory)
-    model.save_pretrained(directory)
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory)
 
 
 def load(directory: Path) -> Model:
-    """Return the model of a checkpoint, in the dtype in which it was saved, for inference."""
+    """Return the model of a checkpoint, float32 with exactly the checkpoint's weights, for inference."""
+    import torch
     from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def sample(model: Model, prompts: Ints, n_tokens: int, seed: int) -> Ints:

@@ -109,11 +109,9 @@ class Session:
         return self._publish_checkpoint(policy.load(self._initial), self._initial, None, None, None)
 
     def _warmed_up(self) -> policy.Model:
-        import torch
-
         model = policy.make_policy(self._recipe)
         warm_up(model, self._recipe, lambda right: self._told(f"warming up: {right:.0%} of the terms right"))
-        return model.to(torch.bfloat16)
+        return model
 
     def _publish(self, model: policy.Model, previous: _Published, reward: float, loss: float) -> _Published:
         checkpoint = self._scratch / "checkpoint"

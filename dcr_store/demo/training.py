@@ -1,7 +1,7 @@
 """Learning: a supervised warm-up, then a policy gradient from sampled answers.
 
-As in large runs: BF16 weights compute, FP32 master weights collect what AdamW adds, and after every step the BF16
-weights are the masters, rounded. At a learning rate like this one most roundings give the same bits as before.
+As in large runs: the policy's weights are BF16, FP32 master weights collect what AdamW adds, and after every step the
+policy's weights are the masters, rounded. At a learning rate like this one most roundings give the same bits as before.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ def warm_up(model: Model, recipe: Recipe, told: Callable[[float], None]) -> None
 
 
 class Trainer:
-    """Moves a BF16 model, in place, by policy gradients.
+    """Moves a model with BF16 weights, in place, by policy gradients.
 
     Parameters
     ----------
     model : LlamaForCausalLM
-        BF16. The FP32 masters start from its bits, the moments of AdamW from zero.
+        float32, every weight a BF16 number, before each step and after it. The FP32 masters start from these, the
+        moments of AdamW from zero.
     """
 
     def __init__(self, model: Model, recipe: Recipe) -> None:
@@ -64,7 +65,7 @@ class Trainer:
 
         self.model = model.train()
         self._weights: list[torch.Tensor] = list(model.parameters())
-        self._masters = [weight.detach().float() for weight in self._weights]
+        self._masters = [weight.detach().clone() for weight in self._weights]
         self._optimizer = torch.optim.AdamW(self._masters, recipe.learning_rate, _BETAS, weight_decay=0.0)
 
     def learn(self, tokens: Ints, rewards: NDArray[np.float32]) -> float:
@@ -89,12 +90,11 @@ class Trainer:
         loss = -(chances * torch.from_numpy(advantages)).mean()
         _differentiate(loss)
         for weight, master in zip(self._weights, self._masters, strict=True):
-            assert weight.grad is not None
-            master.grad = weight.grad.float()
+            master.grad = weight.grad
         _step(self._optimizer)
         with torch.no_grad():
             for weight, master in zip(self._weights, self._masters, strict=True):
-                weight.copy_(master)
+                weight.copy_(master.to(torch.bfloat16))
         return float(loss.detach())
 
 
@@ -103,7 +103,7 @@ def _log_chances(model: Model, tokens: Ints) -> torch.Tensor:
     import torch
 
     whole = torch.from_numpy(tokens)
-    logits = model(input_ids=whole[:, :-1], use_cache=False).logits[:, -ANSWER_TOKENS:].float()
+    logits = model(input_ids=whole[:, :-1], use_cache=False).logits[:, -ANSWER_TOKENS:]
     chosen = whole[:, PROMPT_TOKENS:, None]
     return torch.log_softmax(logits, -1).gather(-1, chosen)[..., 0]
 

@@ -134,6 +134,11 @@ def test_a_run_is_exact_whatever_happens_and_is_gone_on_with(
     for command in first["next"]:
         run_command(command, tmp_path, monkeypatch)
     assert "us-1" in capsys.readouterr().out
+    with dcr_store.open(store) as opened:
+        assert {dtype for _, dtype, _ in opened.show("main@2").tensors} == {"BF16"}
+    for directory in ("earlier", "policy"):
+        config = json.loads((tmp_path / directory / "config.json").read_text())
+        assert config["dtype"] == "bfloat16", "what computes is float32, what is saved is not"
 
     # Another run takes the head for its policy and learns on, until it is interrupted.
     with started(store, 10_000, tmp_path / "again") as process:
