@@ -48,14 +48,16 @@ def weights(rng: np.random.Generator, n: int) -> U16:
 def step(rng: np.random.Generator, base: U16, rate: float) -> U16:
     """The bits after a step that changes a share of `rate` of the weights."""
     n = len(base)
-    exponent = (base >> 7 & 255).astype(np.int32) - 127
-    trained = np.ones(n, np.float32)
-    trained[: n // 8].reshape(-1, 256)[rng.random(n // 8 // 256) < 0.5] = 0  # rows of no sample
+    exponent = (base >> 7 & 255).astype(np.uint8)
+    trained = np.ones(n, np.bool)
+    trained[: n // 8].reshape(-1, 256)[rng.random(n // 8 // 256) < 0.5] = False  # rows of no sample
+    counts = np.bincount(exponent[trained], minlength=256)
     low, high = 1e-12, 1e3
     for _ in range(60):
         factor = (low * high) ** 0.5
-        chance = np.minimum(0.9, factor * np.exp2(-exponent, dtype=np.float64)) * trained
-        low, high = (factor, high) if chance.mean() < rate else (low, factor)
+        chances = np.minimum(0.9, factor * np.exp2(127.0 - np.arange(256)))
+        low, high = (factor, high) if chances @ counts < rate * n else (low, factor)
+    chance = chances.astype(np.float32)[exponent] * trained
     units = np.minimum(rng.geometric(0.9, n), 40).astype(np.int32) * rng.choice(np.array([-1, 1], np.int32), n)
     stepped = np.where(rng.random(n) < chance, base.astype(np.int32) + units, base.astype(np.int32))
     crossed = (stepped ^ base) & 0x8000 != 0  # through zero: the sign flips, the magnitude starts again
