@@ -358,11 +358,13 @@ class Bench:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         listen = f"127.0.0.1:{port}"
-        command = [sys.executable, "-m", "dcr_store.cli.main", "relay", "--upstream", url, "--listen", listen]
-        command += ["--cache", str(self.scratch / "cache")]
-        with subprocess.Popen(command, env={**os.environ, **self.environment}, stderr=subprocess.DEVNULL) as process:
+        command = [sys.executable, "-m", "dcr_store", "relay", "--upstream", url, "--listen", listen]
+        command += ["--cache", str(self.scratch / "cache"), "--max-bytes", "4GiB"]
+        with subprocess.Popen(command, env={**os.environ, **self.environment}) as process:
             try:
                 while True:
+                    if process.poll() is not None:
+                        raise SystemExit("the relay has ended")
                     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                         break
                     time.sleep(0.1)
