@@ -34,7 +34,7 @@ Fill = Callable[[Bits], None]
 _Batch = list[tuple[str, int, Fill]]
 Changes = tuple[NDArray[np.uint32], Bits]
 CHANGES_NBYTES: Final = 96 << 20
-_AHEAD: Final = 2  # batches for each worker
+_AHEAD: Final = 8  # chunks for each worker, each of which takes memory: its buffer, then what it was encoded to
 _N_TOGETHER: Final = 4
 _N_TRIES: Final = 3
 
@@ -155,20 +155,30 @@ class StateWriter:
         self._pool = worker_pool("dcr-encode")
         self._waiting: deque[Future[list[EncodedChunk]]] = deque()
         self._batch: _Batch = []
-        self._n_ahead = _AHEAD * n_workers()
-        self._n_unread = 0
+        self._n_together = _N_TOGETHER
+        self._n_workers = n_workers()
+        self._n_unread_batches = 0
         self._was_read = threading.Condition()
         required = None if layout is None else {s: layout.occupied(s, self.chunk_elements) for s in SPACES}
         self._n_chunks = None if required is None else {space: len(table) for space, table in required.items()}
         self._assembler = ChunkAssembler(self.chunk_elements, required, self._emit)
 
-    def write(self, entry: TensorEntry, read_into: ReadInto) -> None:
-        """Take one tensor; its source must hold still until the next ``settle`` or ``drain``."""
+    def write(self, entry: TensorEntry, read_into: ReadInto, *, settles: bool = False) -> None:
+        """Take one tensor; its source must hold still until the next ``settle`` or ``drain``.
+
+        Parameters
+        ----------
+        settles : bool
+            Whether that comes at once. Then no worker takes so much of this tensor that others have none of it.
+        """
+        n_parts = 2 * self._n_workers
+        share = entry.n_elements // (self.chunk_elements * n_parts) if settles else _N_TOGETHER
+        self._n_together = max(1, min(share, _N_TOGETHER))
         self._assembler.feed(entry.space, entry.start, entry.n_elements, read_into)
 
     def _emit(self, space: str, chunk: int, fill: Fill) -> None:
         self._batch.append((space, chunk, fill))
-        if len(self._batch) == _N_TOGETHER:
+        if len(self._batch) >= self._n_together:
             self._submit()
 
     def _submit(self) -> None:
@@ -176,10 +186,10 @@ class StateWriter:
         if not self._batch:
             return
         with self._was_read:
-            self._n_unread += 1
-        self._waiting.append(self._pool.submit(self._work, self._batch))
-        self._batch = []
-        while len(self._waiting) > self._n_ahead:
+            self._n_unread_batches += 1
+        batch, self._batch = self._batch, []
+        self._waiting.append(self._pool.submit(self._work, batch))
+        while len(self._waiting) * self._n_together > _AHEAD * self._n_workers:
             self._take_next()
 
     def _take_next(self) -> None:
@@ -204,7 +214,7 @@ class StateWriter:
 
     def _say_read(self) -> None:
         with self._was_read:
-            self._n_unread -= 1
+            self._n_unread_batches -= 1
             self._was_read.notify_all()
 
     def _encode(self, space: str, chunk: int, new: Bits) -> EncodedChunk:
@@ -223,7 +233,7 @@ class StateWriter:
         """Wait until all sources are read and may change, if not yet encoded."""
         self._submit()
         with self._was_read:
-            self._was_read.wait_for(lambda: self._n_unread == 0)
+            self._was_read.wait_for(lambda: self._n_unread_batches == 0)
         while self._waiting and self._waiting[0].done():
             self._take_next()
 
@@ -243,6 +253,7 @@ class StateWriter:
 
     def close(self) -> None:
         """Stop the pools."""
+        self._batch.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.partitions.close()
 

@@ -252,7 +252,7 @@ class Transaction:
                 if id(entry) not in self._taken:
                     self._taken.add(id(entry))
                     self._written[name] = entry
-                    self._writer.write(entry, read)
+                    self._writer.write(entry, read, settles=tensor is not None)
                     return
                 if self._same_bits(entry, read):
                     self._written[name] = entry
@@ -274,7 +274,7 @@ class Transaction:
         self._written[name] = entry
         if memory is not None and owner is not None:
             self._memory[memory] = (name, owner)
-        self._writer.write(entry, read)
+        self._writer.write(entry, read, settles=tensor is not None)
 
     def _same_bits(self, entry: TensorEntry, read: ReadInto) -> bool:
         """Whether what `read` gives is what was written at `entry`: then the two names are tied."""
@@ -298,7 +298,7 @@ class Transaction:
                 continue
             placed = self._builder.add(name, entry.dtype, entry.shape)
             self._written[name] = placed
-            anchor.write(placed, _current(delta, entry))
+            anchor.write(placed, _current(delta, entry), settles=True)
             anchor.drain()
         delta.close()
 

@@ -23,7 +23,7 @@ def test_a_write_that_failed_half_way_cannot_be_committed(
     tx = store.begin()
     tx.write("a", np.arange(10, dtype=np.float32))
 
-    def fail(self: StateWriter, *args: object) -> None:
+    def fail(self: StateWriter, *args: object, **options: object) -> None:
         raise StorageError("the disk is full", key="b")
 
     with monkeypatch.context() as patch:

@@ -6,7 +6,8 @@ import gc
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from dcr_store.errors import (
     StorageError,
 )
 from dcr_store.format.records import Abort, Begin, Resume
-from dcr_store.publish.state import DeltaWriter
+from dcr_store.publish.state import DeltaWriter, encode_anchor, encode_delta
 from dcr_store.publish.transaction import Transaction
 from dcr_store.store import Store
 
@@ -225,6 +226,69 @@ class TestTies:
                 tensor[:] = -1
                 transaction.write("b", tensor)
             assert_same(store.read(), {"a": expected, "b": np.full_like(expected, -1)})
+
+
+class TestWorkers:
+    """A worker gets several chunks at a time, but no more than leaves others their part."""
+
+    def use(self, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in ("publish.state", "versions.workers"):
+            monkeypatch.setattr(f"dcr_store.{module}.n_workers", lambda: n)
+
+    def test_all_have_a_part_of_one_tensor(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.use(4, monkeypatch)
+        all_at_work = threading.Barrier(4, timeout=10)
+
+        def waiting(encode: Callable[..., Any]) -> Callable[..., Any]:
+            def encode_when_all_are_here(*arguments: Any) -> Any:
+                all_at_work.wait()
+                return encode(*arguments)
+
+            return encode_when_all_are_here
+
+        monkeypatch.setattr("dcr_store.publish.state.encode_anchor", waiting(encode_anchor))
+        monkeypatch.setattr("dcr_store.publish.state.encode_delta", waiting(encode_delta))
+        for i in range(2):
+            publish(store, {"a": np.full(4 * 256, i + 1, np.uint16)})
+        assert_same(store.read(), {"a": np.full(4 * 256, 2, np.uint16)})
+
+    @pytest.mark.parametrize("n_workers", [1, 2, 3])
+    def test_chunks_that_are_left_over_are_read_too(
+        self, store: Store, n_workers: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Those that make up no whole batch, before the caller goes on."""
+        self.use(n_workers, monkeypatch)
+        rng = np.random.default_rng(n_workers)
+        for n_chunks in (1, 2, 7, 40, 43):
+            expected = rng.integers(0, 9, n_chunks * 256, np.uint16)
+            for _ in range(2):
+                tensor = expected.copy()
+                with store.begin() as transaction:
+                    transaction.write("a", tensor)
+                    tensor[:] = 77
+                assert_same(store.read(), {"a": expected})
+                expected = expected + np.uint16(1)
+
+    def test_a_source_that_fails_ends_the_wait_for_it(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Though nobody reads what comes after it in the same batch."""
+        self.use(1, monkeypatch)
+        publish(store, {"a": np.zeros(8 * 256, np.uint16)})
+        transaction = store.begin()
+        writer, entry = transaction._writer, transaction._base_layout.entry("a")
+        read = []
+
+        def fail(start: int, stop: int, out: Any) -> None:
+            read.append(start // 256)
+            if start == 5 * 256:
+                raise StorageError("cannot be read", key="a")
+            out[:] = 1
+
+        writer.write(entry, fail, settles=True)
+        with pytest.raises(StorageError, match="cannot be read"):  # noqa: PT012 - whichever of the two notices first
+            writer.settle()
+            writer.drain()
+        assert read == [0, 1, 2, 3, 4, 5]
+        transaction.abort()
 
 
 class TestLayouts:
