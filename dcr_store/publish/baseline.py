@@ -314,14 +314,13 @@ class Baseline:
             "layout": located.row.layout,
         }
         data = canonical.encode(state)
-        # In place: a new file, or a new name, waits for the disk, which is busy with the pages of the last advance. A
-        # torn note is no JSON, or mixes two notes: the root of neither, or the root of one with which the files are
-        # compared chunk by chunk, as ever. It costs a rebuild.
-        descriptor = os.open(self.directory / _STATE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        # In place: a new file, or a new name, waits for the disk, which is busy with the pages of the last advance.
+        # Blanks go over what is left of a longer note. A crash before the write leaves the note before, which is behind
+        # the files; one within it, no JSON, or a mix of both notes. What a mix says is believed no more than what a
+        # whole note says: all bits of the files that are used are compared with the store's digests.
+        descriptor = os.open(self.directory / _STATE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if os.fstat(descriptor).st_size > len(data):
-                os.ftruncate(descriptor, 0)
-            _write_all(descriptor, memoryview(data), 0)
+            _write_all(descriptor, memoryview(data.ljust(os.fstat(descriptor).st_size)), 0)
         finally:
             os.close(descriptor)
         events.reached("baseline.noted", located.name)

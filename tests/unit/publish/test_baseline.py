@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ from watched import Watched
 import dcr_store
 from dcr_store import events
 from dcr_store.errors import ConflictError, StorageError
+from dcr_store.format import canonical
 from dcr_store.publish.baseline import Baseline
 from dcr_store.store import Store
+from dcr_store.targets.own_directories import BASELINE_TAG
 
 STATES = series(5, seed=3)
 
@@ -73,6 +76,9 @@ DAMAGE = {
     "deleted": shutil.rmtree,
     "note deleted": lambda d: (d / "baseline.json").unlink(),
     "note torn": lambda d: (d / "baseline.json").write_bytes(b'{"store_id":"'),
+    "note empty": lambda d: (d / "baseline.json").write_bytes(b""),
+    "note of two versions": lambda d: note(d, version="main@0"),
+    "note of two versions, bits of neither": lambda d: [note(d, version="main@0"), flip(d / "u16.bin")],
     "note no object": lambda d: (d / "baseline.json").write_bytes(b"[1]"),
     "note of another version": lambda d: note(d, root="0" * 64, version="main@99"),
     "note of another layout": lambda d: note(d, layout="0" * 64),
@@ -121,6 +127,32 @@ def test_damage_while_the_transaction_is_open(store: Store, directory: Path) -> 
         for name in names[1:]:
             transaction.write(name, STATES[2][name])
     check(store, 3)
+
+
+@pytest.mark.parametrize("before", ["shorter", "longer"])
+def test_a_note_that_the_disk_takes_in_pieces_is_whole(
+    store: Store, directory: Path, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over one of another length; or the next process would rebuild what is there."""
+    path, pwrite = directory / "baseline.json", os.pwrite
+    if before == "longer":
+        note(directory, more=300 * "x")
+    else:
+        path.write_bytes(b"{}")
+
+    def write_in_part(descriptor: int, data: memoryview, offset: int) -> int:
+        return pwrite(descriptor, data[:7], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", write_in_part)
+        publish(store, 2, directory)
+    found = json.loads(path.read_bytes())
+    assert path.read_bytes().rstrip() == canonical.encode(found)
+    assert (found["version"], found["root"]) == ("main@2", store.log()[-1].root)
+    assert (directory / "lock").read_bytes() == BASELINE_TAG
+    with dcr_store.open(store.url) as other:
+        assert rebuilds(other, 3, directory) == 0
+    check(store, 4)
 
 
 def test_a_baseline_that_is_behind(store: Store, directory: Path, tmp_path: Path) -> None:
