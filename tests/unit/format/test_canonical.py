@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from enum import IntEnum
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dcr_store.errors import FormatError, IntegrityError, InvalidInputError
@@ -39,6 +41,73 @@ def test_form() -> None:
     )
     # By code point: the order of UTF-16 would put the second key first.
     assert canonical.encode({"\U00010000": 1, "\uffff": 2}) == '{"\uffff":2,"\U00010000":1}'.encode()
+
+
+class Text(str):
+    """Text of a subclass, which JSON says as any other."""
+
+
+class Whole(IntEnum):
+    """A number with a name."""
+
+    ONE = 1
+
+
+class Real(float):
+    """A float of a subclass."""
+
+
+class Object(dict[Any, Any]):
+    """A dict of a subclass."""
+
+
+class Row(list[Any]):
+    """A list of a subclass."""
+
+
+KEYS = TEXT | TEXT.map(Text) | st.sampled_from([None, True, 3, 0.5, Whole.ONE, (1,)])
+ODD = st.sampled_from([Text("t"), Whole.ONE, Real(0.5), Real("nan"), float("-inf"), b"b", {1}, object(), 1j, dict, ...])
+ANYTHING = st.recursive(
+    JSON | JSON | ODD,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).flatmap(lambda items: st.sampled_from([items, tuple(items), Row(items)])),
+        st.dictionaries(KEYS, inner, max_size=3).flatmap(lambda fields: st.sampled_from([fields, Object(fields)])),
+    ),
+    max_leaves=8,
+)
+
+
+def as_json(value: Any, levels: int) -> Any:
+    """Return a value with nothing but the types that JSON has; ValueError if there is none."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            if kind is float and not math.isfinite(value):
+                raise ValueError(value)
+            return kind.__str__(value) if kind is str else kind(value)
+    if not isinstance(value, dict | list | tuple) or levels == 0:
+        raise ValueError(value)
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise ValueError(value)
+        return {str.__str__(key): as_json(item, levels - 1) for key, item in value.items()}
+    return [as_json(item, levels - 1) for item in value]
+
+
+@settings(max_examples=400)
+@given(ANYTHING, st.integers(0, 4))
+@example(Object({Text("k"): (Text("t"), Whole.ONE, Real(0.5), Row())}), 3)
+def test_what_is_refused_follows_from_types_and_levels(document: Any, levels: int) -> None:
+    """Of whatever class a value is; what is not refused is written as the plain value."""
+    try:
+        plain = as_json(document, levels)
+    except ValueError:
+        with pytest.raises(InvalidInputError, match="cannot be written as JSON"):
+            canonical.encode(document, levels)
+        return
+    data = canonical.encode(document, levels)
+    assert data == json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def nested(levels: int) -> list[Any]:
