@@ -123,8 +123,8 @@ class ShardReceiver:
         self._client = client(options["endpoint_url"])
         self._bucket = options["bucket"]
         file = options["file"]
-        self._in_memory = options["into"] == "memory"
-        self._state = np.fromfile(file, np.uint8) if self._in_memory else np.memmap(file, np.uint8, "r+")
+        in_memory = options["into"] == "memory"
+        self._state = np.fromfile(file, np.uint8) if in_memory else np.memmap(file, np.uint8, "r+")
         self._pool = ThreadPoolExecutor(N_TRANSFERS)
         self._tasks: list[Any] = []
 
