@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from dcr_store import events
@@ -73,15 +73,9 @@ def remove_of_any(catalog: Catalog, root: Path, goal: Structure, but_not: Sequen
 
     Versions that cannot be read are passed over.
     """
-    unexplained = _others(root).difference(goal.paths(), *(item.paths() for item in but_not))
-    for located in catalog.find_root(""):
-        if not unexplained:
-            return
-        with contextlib.suppress(DcrError):
-            for path, is_weights, sha256 in _files_of(catalog, located):
-                if path in unexplained and _is_still(path_inside(root, path), is_weights, sha256):
-                    unexplained.discard(path)
-                    _remove(root, path_inside(root, path))
+    others = _others(root).difference(goal.paths(), *(item.paths() for item in but_not))
+    for path in sorted(others.difference(_unexplained(catalog, root, others))):
+        _remove(root, path_inside(root, path))
 
 
 def foreign(root: Path, goal: Structure, old: Sequence[Structure]) -> list[str]:
@@ -105,15 +99,7 @@ def foreign(root: Path, goal: Structure, old: Sequence[Structure]) -> list[str]:
 
 def of_no_version(catalog: Catalog, root: Path, names: Sequence[str]) -> list[str]:
     """Return those of `names` that no version of the store put into a directory; asks versions until none is left."""
-    unexplained = set(names)
-    for located in catalog.find_root(""):
-        if not unexplained:
-            break
-        with contextlib.suppress(DcrError):
-            for path, is_weights, sha256 in _files_of(catalog, located):
-                if path in unexplained and _is_still(root / path, is_weights, sha256):
-                    unexplained.discard(path)
-    return sorted(unexplained)
+    return sorted(_unexplained(catalog, root, names))
 
 
 def remove_foreign(root: Path, goal: Structure, old: Sequence[Structure]) -> None:
@@ -149,6 +135,30 @@ def _is_file(place: Path) -> bool:
 
 def _refuse(error: OSError) -> None:
     raise StorageError(f"cannot be listed: {error.strerror}", key=str(error.filename)) from error
+
+
+def _unexplained(catalog: Catalog, root: Path, paths: Iterable[str]) -> set[str]:
+    """Return those of `paths` that are of no version: neither as it has them, nor its weights under another's name.
+
+    The latter is what a pull leaves that dies after it has renamed a file.
+    """
+    unexplained = set(paths)
+    headers = {path: structure.header_of(path_inside(root, path)) for path in unexplained if path.endswith(SUFFIX)}
+    found = {path: canonical.sha256(header) for path, header in headers.items() if header is not None}
+    names: set[str] = set()
+    known: set[str] = set()
+    for located in catalog.find_root(""):
+        if not unexplained:
+            break
+        with contextlib.suppress(DcrError):
+            for path, is_weights, sha256 in _files_of(catalog, located):
+                if is_weights:
+                    names.add(path)
+                    known.add(sha256)
+                if path in unexplained and _is_still(path_inside(root, path), is_weights, sha256):
+                    unexplained.discard(path)
+            unexplained -= {path for path in unexplained & names if found.get(path) in known}
+    return unexplained
 
 
 def _files_of(catalog: Catalog, located: Located) -> Iterator[tuple[str, bool, str]]:

@@ -20,6 +20,7 @@ from dcr_store.format.documents import CheckpointFile
 from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import VersionContents, fetch_all
 from dcr_store.ports import ObjectStore
+from dcr_store.targets.checkpoint_listing import SUFFIX
 from dcr_store.targets.directory import WeightFile
 from dcr_store.targets.file_map import FileMap
 from dcr_store.targets.own_directories import holds_baseline, holds_store
@@ -126,6 +127,13 @@ def header_of(place: Path) -> bytes | None:
         return read_header(place).raw
     except DcrError:
         return None
+
+
+def weights_in(root: Path) -> tuple[WeightFile, ...]:
+    """Return the files of weights in a directory whose headers can be read, whatever they are called."""
+    places = sorted(place for place in root.iterdir() if place.name.endswith(SUFFIX) and is_own_file(place))
+    found = ((place, header_of(place)) for place in places)
+    return tuple(WeightFile(place.name, header, place.stat().st_size) for place, header in found if header is not None)
 
 
 def alike(found: bytes, wanted: bytes) -> bool:

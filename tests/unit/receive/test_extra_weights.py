@@ -111,3 +111,53 @@ def test_what_a_pull_that_was_stopped_left_is_not_foreign(
         store.pull(out, f"main@{goal}")
         assert shown(out) == shown(tmp_path / f"run{goal}")
         assert_same(store.read(f"main@{goal}"), STATES[goal])
+
+
+NAMES = ("weights-{:05d}-of-00002.safetensors", "model-{:05d}-of-00002.safetensors")
+
+
+@pytest.fixture
+def renamed(tmp_path: Path) -> Iterator[Store]:
+    """Two versions with the same tensors in files of other names, and one with all in one file."""
+    with dcr_store.create(tmp_path / "store", chunk_elements=1024) as store:
+        for number, state in enumerate([STATES[0], STATES[1], STATES[1]]):
+            run = write_hf(tmp_path / f"run{number}", state, 1 if number == 2 else 2, 0)
+            (run / "model.safetensors.index.json").unlink(missing_ok=True)
+            if number == 0:
+                for place in NAMES[1].format(1), NAMES[1].format(2):
+                    (run / place).rename(run / place.replace("model", "weights"))
+            with store.begin() as transaction:
+                transaction.write_checkpoint(run)
+        yield store
+
+
+@pytest.mark.parametrize("n_renamed", [1, 2])
+@pytest.mark.parametrize("damage", ["deleted", "emptied"])
+@pytest.mark.parametrize("goal", [0, 1, 2])
+def test_files_that_were_renamed_and_not_yet_changed_are_known_again(
+    renamed: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_renamed: int, damage: str, goal: int
+) -> None:
+    """Stopped on the way from 0 to 1, which has the same files under other names; then the marker is lost."""
+    out = tmp_path / "out"
+    renamed.pull(out, "main@0")
+    n_seen = 0
+
+    def stop(reached: str, place: str = "") -> None:
+        nonlocal n_seen
+        n_seen += reached == "pull.file.renamed"
+        if n_seen == n_renamed:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(events, "reached", stop)
+        with pytest.raises(KeyboardInterrupt):
+            renamed.pull(out, "main@1")
+    marker = out / ".dcr" / "marker.json"
+    if damage == "deleted":
+        marker.unlink()
+    else:
+        marker.write_bytes(b"")
+    result = renamed.pull(out, f"main@{goal}")
+    assert shown(out) == shown(tmp_path / f"run{goal}")
+    if goal == 0:
+        assert (result.chunks_written, result.nbytes_fetched) == (0, 0)
