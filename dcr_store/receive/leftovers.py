@@ -69,11 +69,14 @@ def remove_abandoned(root: Path, goal: Structure, abandoned: Structure, base: St
 
 
 def remove_of_any(catalog: Catalog, root: Path, goal: Structure, but_not: Sequence[Structure]) -> None:
-    """Remove what any version of the store put into a directory, but what stands at paths of `goal` or `but_not`.
+    """Remove what any version put into a directory, but what is at paths of `goal` and what is of one of `but_not`.
 
     Versions that cannot be read are passed over.
     """
-    others = _others(root).difference(goal.paths(), *(item.paths() for item in but_not))
+    others = _others(root).difference(goal.paths())
+    for item in but_not:
+        others -= {weights.path for weights in item.weights}
+        others -= {s.path for s in item.sides if s.path in others and structure.holds(path_inside(root, s.path), s)}
     for path in sorted(others.difference(_unexplained(catalog, root, others))):
         _remove(root, path_inside(root, path))
 

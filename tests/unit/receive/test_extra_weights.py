@@ -161,3 +161,18 @@ def test_files_that_were_renamed_and_not_yet_changed_are_known_again(
     assert shown(out) == shown(tmp_path / f"run{goal}")
     if goal == 0:
         assert (result.chunks_written, result.nbytes_fetched) == (0, 0)
+
+
+def test_a_side_file_of_a_third_version_goes_when_the_marker_is_lost(store: Store, tmp_path: Path) -> None:
+    """A pull that died had put it where the version that the weights are of has another one."""
+    for number, text in ((4, "fourth"), (5, "fifth")):
+        run = write_hf(tmp_path / f"run{number}", STATES[number - 4], N_FILES[number - 4], number - 4)
+        (run / "merges.txt").write_text(text)
+        with store.begin() as transaction:
+            transaction.write_checkpoint(run)
+    out = tmp_path / "out"
+    store.pull(out, "main@4")
+    (out / "merges.txt").write_text("fifth")
+    (out / ".dcr" / "marker.json").write_bytes(b"{")
+    store.pull(out, "main@1")
+    assert shown(out) == shown(tmp_path / "run1")
