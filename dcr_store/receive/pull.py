@@ -83,8 +83,6 @@ class _Situation:
         Whether there are weights of no version, which are to be removed.
     abandoned : Located or None
         Another version than the goal that an earlier pull was on its way to.
-    found : tuple of WeightFile
-        The files of weights that are there, by whatever names, if the marker is lost.
     """
 
     is_empty: bool
@@ -94,7 +92,6 @@ class _Situation:
     is_lost: bool = False
     is_foreign: bool = False
     abandoned: Located | None = None
-    found: tuple[WeightFile, ...] = ()
 
 
 def pull(
@@ -232,12 +229,11 @@ def _look(catalog: Catalog, goal: Located, files: Structure, root: Path, *, forc
     if not entries:
         return _Situation(True, (), None)
     is_lost = is_ours or isinstance(marker, Unreadable)
-    found = structure.weights_in(root) if is_lost else ()
     identified = identify(catalog, root)
     if identified is not None:
-        return _Situation(False, (identified,), identified.name, is_lost=is_lost, found=found)
+        return _Situation(False, (identified,), identified.name, is_lost=is_lost)
     if is_lost:
-        return _Situation(False, (), None, everything=True, is_lost=True, found=found)
+        return _Situation(False, (), None, everything=True, is_lost=True)
     in_the_way = structure.conflicts(catalog.objects, root, files)
     if (in_the_way or any(name.endswith(".safetensors") for name in entries)) and not force:
         raise InvalidInputError(
@@ -301,9 +297,10 @@ def _bring(
     situation = _without_damage(catalog, goal, situation)
     held = next((item for item in situation.held if item.name == situation.previous), None)
     old = [_structure_of(catalog, item, contents, files) for item in situation.held]
-    # A pull may have died between renaming files and bringing their bits. Renamed back before a marker is written:
-    # a crash leaves them as unexplained as they were.
-    structure.settle(root, files, situation.found)
+    if situation.is_lost:
+        # A pull may have died between renaming files and bringing their bits. They get the wanted names before a marker
+        # is written: a crash leaves them as unexplained as they were.
+        structure.settle(root, files, structure.weights_in(root))
     _remove_unnamed(catalog, root, files, situation, old)
     dirty = Marker(
         "dirty",

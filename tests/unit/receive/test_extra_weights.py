@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,23 @@ def put_foreign(out: Path, kind: str) -> str:
     elif kind == "index":
         (out / name).write_text('{"weight_map": {"x": "y.safetensors"}}')
     return name
+
+
+@contextlib.contextmanager
+def stopped_at(point: str, monkeypatch: pytest.MonkeyPatch, nth: int = 1) -> Iterator[None]:
+    """Interrupt what is called inside when it reaches a point for the nth time, and require that it does."""
+    n_seen = 0
+
+    def stop(reached: str, place: str = "") -> None:
+        nonlocal n_seen
+        n_seen += reached == point
+        if n_seen == nth:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(events, "reached", stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 @pytest.mark.parametrize("kind", ["file", "torn", "link", "index"])
@@ -98,22 +116,13 @@ def test_what_a_pull_that_was_stopped_left_is_not_foreign(
         out = tmp_path / f"out{goal}"
         store.pull(out, "main@1")
 
-        def stop(reached: str, place: str = "") -> None:
-            if reached == point:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(events, "reached", stop)
-            with pytest.raises(KeyboardInterrupt):
-                store.pull(out, "main@2")
+        with stopped_at(point, monkeypatch):
+            store.pull(out, "main@2")
         if lost:
             (out / ".dcr" / "marker.json").unlink()
         store.pull(out, f"main@{goal}")
         assert shown(out) == shown(tmp_path / f"run{goal}")
         assert_same(store.read(f"main@{goal}"), STATES[goal])
-
-
-NAMES = ("weights-{:05d}-of-00002.safetensors", "model-{:05d}-of-00002.safetensors")
 
 
 @pytest.fixture
@@ -124,8 +133,8 @@ def renamed(tmp_path: Path) -> Iterator[Store]:
             run = write_hf(tmp_path / f"run{number}", state, 1 if number == 2 else 2, 0)
             (run / "model.safetensors.index.json").unlink(missing_ok=True)
             if number == 0:
-                for place in NAMES[1].format(1), NAMES[1].format(2):
-                    (run / place).rename(run / place.replace("model", "weights"))
+                for place in list(run.glob("model-*.safetensors")):
+                    place.rename(run / place.name.replace("model", "weights"))
             with store.begin() as transaction:
                 transaction.write_checkpoint(run)
         yield store
@@ -140,18 +149,8 @@ def test_files_that_were_renamed_and_not_yet_changed_are_known_again(
     """Stopped on the way from 0 to 1, which has the same files under other names; then the marker is lost."""
     out = tmp_path / "out"
     renamed.pull(out, "main@0")
-    n_seen = 0
-
-    def stop(reached: str, place: str = "") -> None:
-        nonlocal n_seen
-        n_seen += reached == "pull.file.renamed"
-        if n_seen == n_renamed:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(events, "reached", stop)
-        with pytest.raises(KeyboardInterrupt):
-            renamed.pull(out, "main@1")
+    with stopped_at("pull.file.renamed", monkeypatch, n_renamed):
+        renamed.pull(out, "main@1")
     marker = out / ".dcr" / "marker.json"
     if damage == "deleted":
         marker.unlink()
