@@ -203,7 +203,11 @@ def _take_a_turn(world: World, group: Group, me: Member) -> int | None:
 
 
 def operator(group: Group, names: list[str], last: int, n_acts: int) -> Callable[[World, Role, Actor], None]:
-    """Return what an operator does: some acts at random, then what it takes for ``main@last`` to become active."""
+    """Return what an operator does: some acts at random, then what it takes for ``main@last`` to become active.
+
+    A group that is taken back by hand stays where it is. So the operator stays as long as a request is on its way: it
+    may be his own, for another version, of which he has heard nothing.
+    """
 
     def act(world: World, role: Role, actor: Actor) -> None:
         store, left = world.store(actor), n_acts
@@ -214,7 +218,7 @@ def operator(group: Group, names: list[str], last: int, n_acts: int) -> Callable
                 if left > 0:
                     left -= 1
                     _interfere(world, store, log, names, last)
-                elif _finish(world, store, log, last):
+                elif _finish(world, store, log, last) and not world.bucket.late:
                     return
             except ConflictError:
                 pass
