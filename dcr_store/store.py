@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -150,6 +151,7 @@ class Store:
         self._document = document
         self._catalog = Catalog(objects, document, store_sha256)
         self._baselines: dict[str, Baseline] = {}
+        self._named: weakref.WeakSet[Baseline] = weakref.WeakSet()  # in directories that were named
         self._lock = threading.Lock()
         self.url = objects.url
         self.store_id = document.store_id
@@ -260,6 +262,7 @@ class Store:
 
         if directory is not None:
             held = Baseline(directory, self.store_id, line, self.chunk_elements)
+            self._named.add(held)
             return held, held.close
         with self._lock:
             kept = self._baselines.pop(line, None)
@@ -578,11 +581,13 @@ class Store:
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
-        """Remove temporary baselines."""
+        """Wait until the baselines of what was committed are brought up to date; remove temporary ones."""
         with self._lock:
             kept, self._baselines = self._baselines, {}
         for baseline in kept.values():
             baseline.close()
+        for baseline in [*kept.values(), *self._named]:
+            baseline.settle()
 
     def __enter__(self) -> Self:
         return self

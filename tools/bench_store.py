@@ -8,11 +8,13 @@
 Every figure stands beside a memcpy of the same run and the same number of threads; where other processes disturb a
 run, its processor time (of all threads, for a GB of weights) says more than its speed. The targets of single stages
 were set on a machine whose memcpy does 13.3 GB/s on one core; where it does less, they are as much lower, for what
-reads all weights and writes almost nothing is as fast as the memory. The state is BF16, in memory,
-and changes like in training (bench_codec.py says how); ``--real`` takes a directory of safetensors files, in the order
-of their names. Files go below TMPDIR, the store too unless ``--store`` names an empty place (an S3 endpoint comes from
-the usual AWS variables). ``--memory`` publishes and pulls through the command line and watches the anonymous memory of
-these processes; pages of files are left out. Best of several rounds; exit status 1 if a target was missed.
+reads all weights and writes almost nothing is as fast as the memory. The state is BF16, in memory, and changes like in
+training (bench_codec.py says how); ``--real`` takes a directory of safetensors files, in the order of their names.
+Files go below TMPDIR, the store too unless ``--store`` names an empty place (an S3 endpoint comes from the usual AWS
+variables). A version is published when its commit has returned; the copy that the next one is compared with advances
+in the background, and what both take together is a row of its own. ``--memory`` publishes and pulls through the command
+line and watches the anonymous memory of these processes; pages of files are left out. Best of several rounds; exit
+status 1 if a target was missed.
 """
 
 from __future__ import annotations
@@ -139,6 +141,7 @@ class Speed:
 
 
 NO_SPEED = Speed(0.0, 0.0)
+PUBLISH = "publish, delta"
 
 
 def speed_of(work: Callable[[], object], nbytes: int) -> Speed:
@@ -261,6 +264,7 @@ def through_store(
     best: dict[str, Speed] = {}
 
     def timed(name: str, work: Callable[[], object]) -> None:
+        os.sync()  # so that the disk is not still at work on what was measured before
         best[name] = max(best.get(name, NO_SPEED), speed_of(work, nbytes), key=lambda speed: speed.wall)
 
     def publish(state: State) -> None:
@@ -268,19 +272,25 @@ def through_store(
             for name, tensor in state.items():
                 transaction.write(name, tensor)
 
+    def publish_and_advance(state: State) -> None:
+        publish(state)
+        for baseline in store._baselines.values():
+            baseline.settle()
+
     with dcr_store.create(url, storage_options=store_options(url)) as store:
         timed("publish, anchor", lambda: publish(states[0]))
         store.pull(directory / "weights")
-        order = [states[i % len(states)] for i in range(1, max(len(states), 1 + 2 * stages.n_rounds))]
-        for state in order:
-            timed("publish, delta", lambda state=state: publish(state))
+        works = {PUBLISH: publish, "the same, its baseline advanced": publish_and_advance}
+        order = [states[i % len(states)] for i in range(1, max(len(states), 1 + 3 * stages.n_rounds))]
+        for state, (name, work) in zip(order, itertools.cycle(works.items()), strict=False):
+            timed(name, lambda work=work, state=state: work(state))
             timed("pull, one version behind", lambda: store.pull(directory / "weights"))
         timed("checkout", lambda: store.checkout("main", directory / "checkout"))
         if not store.compare_directory("main", directory / "weights").ok:
             raise SystemExit("the pulled directory differs from the store")
     for name, speed in best.items():
         stages.row(name, engine, n_threads, speed)
-        if name == "publish, delta":
+        if name == PUBLISH:
             ratio, cpu_ratio = encode.wall / speed.wall, speed.cpu / encode.cpu
             cells = ("publish / encoding alone", engine, str(n_threads), f"{ratio:.2f} x", "", f"{cpu_ratio:.2f} x")
             is_small = nbytes < SMALL_NBYTES  # of which the requests take the time, not the weights

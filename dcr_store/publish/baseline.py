@@ -2,7 +2,8 @@
 
 Never trusted: every chunk is digested when it is used, and one that is not the base's is healed from the store. So
 nothing here is synced to disk, and a stale, torn, foreign or missing baseline only costs time. It advances after the
-outcome of a commit is known. Refuses a directory that another process is using.
+outcome of a commit is known, behind the back of its caller: what comes next waits for it. Refuses a directory that
+another process is using.
 """
 
 from __future__ import annotations
@@ -21,17 +22,15 @@ from typing import Any, Final
 import numpy as np
 
 from dcr_store import events
-from dcr_store.codec import kernels
 from dcr_store.codec.digest import crc64
-from dcr_store.codec.portable import Codec
 from dcr_store.errors import ConflictError, DcrError, IntegrityError, InvalidInputError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import Bits, width
 from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import Table
-from dcr_store.publish.spool import ChunkSpool
-from dcr_store.publish.state import Changes
+from dcr_store.publish.behind import Behind
+from dcr_store.publish.masks import Masks
 from dcr_store.targets.checkpoint_listing import SUFFIX
 from dcr_store.targets.own_directories import BASELINE_TAG, LOCK, refuse_inside_store
 from dcr_store.targets.paths import local_path
@@ -41,14 +40,14 @@ from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
 from dcr_store.versions.replay import classify, digests, everywhere, replay
 from dcr_store.versions.route import route
-from dcr_store.versions.workers import worker_pool
 
 _STATE: Final = "baseline.json"
 _N_TOGETHER: Final = 16
+_ENDING: Final[set[Baseline]] = set()  # closed by this process, and still locked
 
 
 class Baseline:
-    """A baseline directory, locked for this process until ``close``.
+    """A baseline directory, locked for this process until ``close``, and until an advance that goes on has ended.
 
     Parameters
     ----------
@@ -74,6 +73,9 @@ class Baseline:
         self._located: Located | None = None
         self._tables: Mapping[str, Table] = {}
         self._catalog: Catalog | None = None
+        self._behind: Behind[list[tuple[str, int]]] | None = None
+        if place is not None:
+            _wait_for_others(place)
         try:
             if place is None:
                 self.directory, self._lock = make_locked("dcr-baseline-")
@@ -109,6 +111,7 @@ class Baseline:
     def use(self, catalog: Catalog, located: Located) -> None:
         """Make this the baseline of a committed version, bringing the files there if they are elsewhere."""
         contents = catalog.contents(located)
+        self.settle()
         self._catalog, before = catalog, self._located
         self._located, self._tables = located, contents.tables
         if before is not None and before.row.root == located.row.root and self._files is not None:
@@ -203,40 +206,41 @@ class Baseline:
 
     # ------------------------------------------------------------------ advancing
 
-    def advance(
-        self, located: Located, spool: ChunkSpool, codec: Codec, changes: Mapping[tuple[str, int], Changes]
-    ) -> None:
-        """Apply the masks of a transaction that has committed as `located`.
+    def advance(self, located: Located, masks: Masks) -> None:
+        """Apply the masks of a transaction that has committed as `located`, in threads of their own; returns at once.
 
         Parameters
         ----------
-        spool : ChunkSpool
-            All of them, encoded.
-        changes : mapping of (str, int) to (ndarray of uint32, ndarray of uintN)
-            Positions and values of those that need not be decoded.
+        masks : Masks
+            All of them; dropped at the end.
         """
         assert self._files is not None
         files = self._files
 
-        def apply(space: str, chunk: int) -> None:
-            view = files.writable_view(space, chunk)
-            found = changes.get((space, chunk))
-            if found is None and view.size == self.chunk_elements:
-                codec.apply(spool.get(space, chunk) or b"", view)
-            else:
-                if found is None:
-                    found = codec.decode_sparse(spool.get(space, chunk) or b"", view.dtype, self.chunk_elements)
-                kernels.engine().xor_at(view, *found)
-            events.reached("baseline.chunk.advanced", f"{space} {chunk}")
-
         def apply_all(batch: list[tuple[str, int]]) -> None:
             for space, chunk in batch:
-                apply(space, chunk)
+                masks.apply(space, chunk, files.writable_view(space, chunk))
+                events.reached("baseline.chunk.advanced", f"{space} {chunk}")
 
-        with self._keeping(located), worker_pool() as pool:
-            for _ in pool.map(apply_all, _batches(spool.places(), _N_TOGETHER)):
-                pass
-        self._located = located
+        def end(error: Exception | None) -> None:
+            masks.close()
+            with self._keeping(located):
+                if error is not None:
+                    raise error
+            self._located = located
+
+        with self._losing():
+            self._behind = Behind(list(_batches(masks.spool.places(), _N_TOGETHER)), apply_all, end)
+
+    def settle(self) -> None:
+        """Wait until an advance that goes on has ended; raises, once, what it did not expect."""
+        if self._behind is None or not self.is_of_this_process:
+            return
+        try:
+            self._behind.wait()
+        except Exception:
+            self._behind = self._files = None
+            raise
 
     def stage(self, space: str, chunk: int, bits: Bits) -> None:
         """Keep a chunk of an anchor that is being written, beside the present baseline."""
@@ -283,13 +287,19 @@ class Baseline:
 
     @contextlib.contextmanager
     def _keeping(self, located: Located) -> Iterator[None]:
-        """Note `located` when the block has succeeded; a block that fails leaves a baseline to be rebuilt, no error.
+        """Note `located` when the block has succeeded; a block that fails leaves a baseline to be rebuilt, no error."""
+        with self._losing():
+            yield
+            self._write_state(located)
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Leave a baseline to be rebuilt where the block fails.
 
         The version is committed by then, so a full disk here must not look like a failed publish.
         """
         try:
             yield
-            self._write_state(located)
         except (OSError, DcrError) as error:
             events.reached("baseline.lost", f"{self.directory}: {error}")
             self._files = None
@@ -326,7 +336,17 @@ class Baseline:
         events.reached("baseline.noted", located.name)
 
     def close(self) -> None:
-        """Release the lock; remove a temporary directory. What a forked process has of them stays its parent's."""
+        """Release the lock, and remove a temporary directory, once an advance that goes on has ended.
+
+        What a forked process has of them stays its parent's.
+        """
+        if self._behind is None or not self.is_of_this_process:
+            self._release()
+        else:
+            _ENDING.add(self)
+            self._behind.then(self._release)
+
+    def _release(self) -> None:
         self.drop_staging()
         self._files = None
         with contextlib.suppress(OSError):
@@ -335,6 +355,7 @@ class Baseline:
             os.close(self._lock)
         if self._temporary:
             _remove(str(self.directory), self._pid)
+        _ENDING.discard(self)
 
     @property
     def is_of_this_process(self) -> bool:
@@ -355,6 +376,13 @@ def _checked(directory: str | os.PathLike[str]) -> Path:
                 found=weights[0],
             )
     return place
+
+
+def _wait_for_others(place: Path) -> None:
+    """Wait until no baseline of this process that was closed there is locked."""
+    for other in list(_ENDING):
+        if other.directory.resolve() == place.resolve():
+            other.settle()
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:

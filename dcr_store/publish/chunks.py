@@ -53,19 +53,23 @@ class ChunkAssembler:
             if high - low == size:
                 self._emit(space, chunk, _filler(read_into, low - start, high - start))
                 continue
-            buffer, n_covered = self._partial.get((space, chunk)) or (self._buffer(space), 0)
+            buffer, n_covered = self._partial.get((space, chunk)) or (self._buffer(space, chunk), 0)
             read_into(low - start, high - start, buffer[low - chunk * size : high - chunk * size])
             self._partial[space, chunk] = (buffer, n_covered + high - low)
             if self._required is not None and n_covered + high - low == self._required[space][chunk]:
                 self._pass_on(space, chunk)
 
-    def _buffer(self, space: str) -> Bits:
-        """Return zeros for a chunk: memory at first, a mapped temporary file when many chunks are open."""
+    def _buffer(self, space: str, chunk: int) -> Bits:
+        """Return memory for a chunk, at first, and a mapped temporary file when many chunks are open.
+
+        It holds zeros where no tensor will be.
+        """
         if len(self._partial) < MAX_BUFFERS:
             spare = self._spare.get(space)
             if spare:
                 buffer = spare.pop()
-                buffer.fill(0)
+                if self._required is None or self._required[space][chunk] < self.chunk_elements:
+                    buffer.fill(0)
                 return buffer
             return np.zeros(self.chunk_elements, uint_dtype(space))
         try:

@@ -26,14 +26,12 @@ from dcr_store.layout.dtypes import Bits, uint_dtype, width
 from dcr_store.layout.layout import Layout, TensorEntry
 from dcr_store.payload.version import Table
 from dcr_store.publish.chunks import ChunkAssembler, ReadInto
+from dcr_store.publish.masks import Changes, Masks
 from dcr_store.publish.partitions import PartitionWriter
-from dcr_store.publish.spool import ChunkSpool
 from dcr_store.versions.workers import n_workers, scratch, worker_pool
 
 Fill = Callable[[Bits], None]
 _Batch = list[tuple[str, int, Fill]]
-Changes = tuple[NDArray[np.uint32], Bits]
-CHANGES_NBYTES: Final = 96 << 20
 _AHEAD: Final = 8  # chunks for each worker, each of which takes memory: its buffer, then what it was encoded to
 _N_TOGETHER: Final = 4
 _N_TRIES: Final = 3
@@ -215,7 +213,8 @@ class StateWriter:
     def _say_read(self) -> None:
         with self._was_read:
             self._n_unread_batches -= 1
-            self._was_read.notify_all()
+            if self._n_unread_batches == 0:  # not each time: whoever waits would only wake to wait again
+                self._was_read.notify_all()
 
     def _encode(self, space: str, chunk: int, new: Bits) -> EncodedChunk:
         raise NotImplementedError
@@ -284,21 +283,13 @@ class StateWriter:
 
 
 class DeltaWriter(StateWriter):
-    """Encodes masks against the base. Encoded chunks stay in the partition writer's spool until ``close``.
-
-    Attributes
-    ----------
-    changes : dict of (str, int) to (ndarray of uint32, ndarray of uintN)
-        Masks by space and chunk as they were found, as long as they fit into ``CHANGES_NBYTES``: to decode them again
-        takes a tenth of the time of a publish.
-    """
+    """Encodes masks against the base, and keeps them until ``close``, unless they are handed over."""
 
     def __init__(self, partitions: PartitionWriter, layout: Layout, base: BaseBits) -> None:
         super().__init__(partitions, layout)
         assert partitions.spool is not None
-        self.spool: ChunkSpool = partitions.spool
-        self.changes: dict[tuple[str, int], Changes] = {}
-        self._changes_nbytes = 0
+        self._masks = Masks(partitions.spool, self.codec, self.chunk_elements)
+        self._has_masks = True
         self._base = base
 
     def _encode(self, space: str, chunk: int, new: Bits) -> EncodedChunk:
@@ -316,22 +307,22 @@ class DeltaWriter(StateWriter):
     def _take(self, encoded: EncodedChunk) -> None:
         super()._take(encoded)
         if encoded.changes is not None:
-            nbytes = sum(array.nbytes for array in encoded.changes)
-            if self._changes_nbytes + nbytes <= CHANGES_NBYTES:
-                self.changes[encoded.space, encoded.chunk] = encoded.changes
-                self._changes_nbytes += nbytes
+            self._masks.note(encoded.space, encoded.chunk, encoded.changes)
 
     def _complete(self, space: str, chunk: int, out: Bits) -> None:
         np.copyto(out, self._base.base_chunk(space, chunk)[0])
-        data = self.spool.get(space, chunk)
-        if data is not None:
-            self.codec.apply(data, out)
+        self._masks.apply(space, chunk, out)
+
+    def hand_over(self) -> Masks:
+        """Return the masks, which are the caller's to close from now on."""
+        self._has_masks = False
+        return self._masks
 
     def close(self) -> None:
-        """Stop the pools and drop the spool."""
+        """Stop the pools and drop the masks."""
         super().close()
-        self.spool.close()
-        self.changes.clear()
+        if self._has_masks:
+            self._masks.close()
 
 
 class AnchorWriter(StateWriter):

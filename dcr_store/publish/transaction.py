@@ -305,7 +305,10 @@ class Transaction:
     # ------------------------------------------------------------------ deciding
 
     def commit(self, *, wait_for: Iterable[str] = (), timeout_s: float | None = None) -> VersionInfo:
-        """Make the version.
+        """Make the version. Returns once it is in the store.
+
+        The baseline is brought up to date by threads of its own; the next ``begin`` with it and ``Store.close`` wait
+        for them, and so does the end of the process.
 
         Parameters
         ----------
@@ -367,10 +370,9 @@ class Transaction:
         if self._closed:
             return self._committed  # the baseline was given back; it is brought up to date when it is used next
         if isinstance(writer, DeltaWriter):
-            self._baseline.advance(located, writer.spool, writer.codec, writer.changes)
+            self._baseline.advance(located, writer.hand_over())
         else:
             self._baseline.adopt(located, layout)
-        events.reached("publish.baseline.advanced", self.version)
         self._close()
         return self._committed
 

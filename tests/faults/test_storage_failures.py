@@ -39,10 +39,10 @@ def published(scratch: Path, checkpoints: list[Path], monkeypatch: pytest.Monkey
     """A store with three versions, and a baseline of it."""
     monkeypatch.setattr(partitions, "PARTITION_NBYTES", 4096)
     monkeypatch.setattr(partitions, "JOURNAL_PARTITIONS", 2)
-    store = Place(str(scratch / "whole")).create()
-    for checkpoint in checkpoints[:3]:
-        with store.begin(baseline=scratch / "whole-baseline") as transaction:
-            transaction.write_checkpoint(checkpoint)
+    with Place(str(scratch / "whole")).create() as store:
+        for checkpoint in checkpoints[:3]:
+            with store.begin(baseline=scratch / "whole-baseline") as transaction:
+                transaction.write_checkpoint(checkpoint)
     return scratch / "whole"
 
 

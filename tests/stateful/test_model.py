@@ -58,6 +58,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "root"):
             assert self.store.verify(deep=True).problems == []
+            self.store.close()
             shutil.rmtree(self.root)
 
     def _publish(self, state: dict[str, np.ndarray[Any, Any]], *, as_files: int, keep: bool, order_seed: int) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import secrets
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +21,12 @@ from dcr_store import events
 from dcr_store.errors import ConflictError, StorageError
 from dcr_store.format import canonical
 from dcr_store.publish.baseline import Baseline
+from dcr_store.publish.masks import Masks
 from dcr_store.store import Store
 from dcr_store.targets.own_directories import BASELINE_TAG
 
 STATES = series(5, seed=3)
+LONG_S = 30.0
 
 
 @pytest.fixture(params=["dcr.delta", "portable"])
@@ -35,6 +39,8 @@ def publish(store: Store, i: int, baseline: Path | None, line: str = "main") -> 
     with store.begin(line, baseline=baseline) as transaction:
         for name, array in STATES[i].items():
             transaction.write(name, array)
+    for advancing in [*store._named, *store._baselines.values()]:
+        advancing.settle()
 
 
 def rebuilds(store: Store, i: int, baseline: Path | None) -> int:
@@ -185,6 +191,112 @@ def test_one_publisher_at_a_time(store: Store, directory: Path) -> None:
             Baseline(directory, store.store_id, "main", 1024)
         transaction.abort()
     publish(store, 2, directory)
+
+
+@pytest.mark.parametrize("who", ["the same store", "another store", "close"])
+def test_commit_does_not_wait_for_it_but_what_comes_next_does(store: Store, directory: Path, who: str) -> None:
+    gate, waits, seen = threading.Event(), threading.Event(), list[str]()
+
+    def listen(event: events.Event) -> None:
+        seen.append(event.name)
+        if event.name == "baseline.chunk.advanced":
+            assert gate.wait(LONG_S)
+
+    def go_on() -> None:
+        waits.set()
+        if who == "close":
+            store.close()
+            seen.append("went on")
+            return
+        with store if who == "the same store" else dcr_store.open(store.url) as following:
+            publish(following, 3, directory)
+
+    with events.listening(listen):
+        with store.begin(baseline=directory) as transaction:
+            for name, array in STATES[2].items():
+                transaction.write(name, array)
+        assert [info.version for info in store.log()][-1] == "main@2", "it is published"
+        assert json.loads((directory / "baseline.json").read_bytes())["version"] == "main@1"
+        after = threading.Thread(target=go_on)
+        after.start()
+        assert waits.wait(LONG_S)
+        after.join(0.2)
+        assert after.is_alive()
+        gate.set()
+        after.join(LONG_S)
+    assert not after.is_alive()
+    assert "baseline.rebuild" not in seen
+    assert "baseline.lost" not in seen
+    if who == "close":
+        assert seen[-2:] == ["baseline.noted", "went on"]
+        assert rebuilds(store, 3, directory) == 0
+    check(store, 4)
+
+
+def test_a_temporary_one_is_waited_for_too(store: Store) -> None:
+    gate, began = threading.Event(), threading.Event()
+
+    def listen(event: events.Event) -> None:
+        if event.name == "baseline.chunk.advanced":
+            assert gate.wait(LONG_S)
+
+    def go_on() -> None:
+        began.set()
+        assert rebuilds(store, 2, None) == 0
+        began.clear()
+
+    publish(store, 0, None)
+    with events.listening(listen):
+        with store.begin() as transaction:
+            for name, array in STATES[1].items():
+                transaction.write(name, array)
+        after = threading.Thread(target=go_on)
+        after.start()
+        assert began.wait(LONG_S)
+        after.join(0.2)
+        assert after.is_alive()
+        gate.set()
+        after.join(LONG_S)
+    assert not began.is_set(), "it ended as it should"
+    check(store, 3)
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_threads(store: Store, directory: Path) -> None:
+    """Nor does it keep the baseline locked."""
+    gate = threading.Event()
+
+    def listen(event: events.Event) -> None:
+        if event.name == "baseline.chunk.advanced":
+            assert gate.wait(LONG_S)
+
+    with events.listening(listen):
+        with store.begin(baseline=directory) as transaction:
+            for name, array in STATES[2].items():
+                transaction.write(name, array)
+        child = os.fork()
+        if child == 0:
+            store.close()
+            time.sleep(0.5)
+            os._exit(7)
+        gate.set()
+        assert rebuilds(store, 3, directory) == 0
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    check(store, 4)
+
+
+def test_what_nobody_expected_is_told_once_and_mended(
+    store: Store, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Masks, space: str, chunk: int, bits: object) -> None:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Masks, "apply", fail)
+        with pytest.raises(MemoryError, match="none left"):
+            publish(store, 2, directory)
+    assert [info.version for info in store.log()][-1] == "main@2", "it was committed"
+    assert rebuilds(store, 3, directory) == 1
+    check(store, 4)
 
 
 def test_a_baseline_serves_one_line(store: Store, directory: Path) -> None:

@@ -1,0 +1,90 @@
+"""Work that goes on after whoever asked for it was answered.
+
+All of its threads are there from the start: the interpreter waits for them when it ends, but starts no more by then.
+Refuses nothing but a system that gives no thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from dcr_store.errors import StorageError
+from dcr_store.versions.workers import n_workers, worker_pool
+
+T = TypeVar("T")
+
+
+class Behind(Generic[T]):
+    """Calls ``work(item)`` for all items, in several threads, then once ``end(error)``, with the first error or None.
+
+    After an error no other item is begun.
+
+    Raises
+    ------
+    StorageError
+        If no thread can be started: nothing was called.
+    """
+
+    def __init__(self, items: Sequence[T], work: Callable[[T], None], end: Callable[[Exception | None], None]) -> None:
+        self._items = iter(items)
+        self._n_left = len(items)
+        self._work, self._end = work, end
+        self._error: Exception | None = None
+        self._has_ended = False
+        self._then: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._running: list[Future[None]] = []
+        if not items:
+            self._finish()
+            return
+        pool = worker_pool("dcr-behind")
+        try:
+            for _ in range(n_workers()):
+                self._running.append(pool.submit(self._run))
+        except StorageError:
+            if not self._running:
+                raise
+        finally:
+            pool.shutdown(wait=False)
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call something after the end: now, if that has come."""
+        with self._lock:
+            if not self._has_ended:
+                self._then.append(call)
+                return
+        call()
+
+    def wait(self) -> None:
+        """Wait until all has ended; raises what `end` raised."""
+        for running in self._running:
+            running.result()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                item = next(self._items, None)
+            if item is None:
+                return
+            if self._error is None:
+                try:
+                    self._work(item)
+                except Exception as error:  # for `end`, whatever it is
+                    self._error = error
+            with self._lock:
+                self._n_left -= 1
+                is_last = self._n_left == 0
+            if is_last:
+                self._finish()
+
+    def _finish(self) -> None:
+        try:
+            self._end(self._error)
+        finally:
+            with self._lock:
+                self._has_ended = True
+            for call in self._then:
+                call()
