@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Measure a tree of relays against one direct reader, over links of a given speed.
 
-    python tools/bench_relay.py [--rate 50] [--rate 5] [--leaves 32] [--objects 16] [--object-mib 4]
+    python tools/bench_relay.py [--rate 50] [--rate 5] [--leaves 32] [--branch] [--objects 16] [--object-mib 4]
 
 Every node (relay or leaf) has a link of its own to the node above it, a proxy that lets so many MB/s through by a token
 bucket; an unshaped relay on a directory stands for the store. In the tree each relay has two children, and the leaves
 hang below the last ones. Each leaf fetches all objects, four at a time, and compares them. All nodes are processes of
 one machine, so high rates measure its processors, not the tree: the share of them that was busy stands beside the
-times. Exit status 1 if a target was missed where the processors were not the limit.
+times. ``--branch`` takes of the tree only the relays above one leaf, and below each, in place of its other half, one
+leaf: as deep, and small enough for the rate of a real link on a few processors. Exit status 1 if a target was missed
+where the processors were not the limit.
 """
 
 from __future__ import annotations
@@ -185,22 +187,28 @@ class Measured:
     nbytes_left: int
 
 
-def measure(directory: Path, wanted: Objects, rate: float, n_leaves: int, *, tree: bool) -> Measured:
-    """Time `n_leaves` leaves below a tree, or side by side below the store."""
+def measure(directory: Path, wanted: Objects, rate: float, levels: Sequence[Sequence[int]]) -> Measured:
+    """Time the leaves of a tree.
+
+    Parameters
+    ----------
+    levels : sequence of sequences of int
+        For each node of a level, the relays of the level before and then the leaves, which one of that it hangs below.
+        Of the leaves it may be one of any level, counted through.
+    """
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcr-bench-relay-")))
         origin = stack.enter_context(process(run_relay, str(directory), str(scratch / "origin")))
         read_all(origin, wanted)  # the store's own disk is not measured
-        above, width = [origin], 1
-        while tree and width < n_leaves:
-            ups = [above[i // 2 if len(above) > 1 else 0] for i in range(width)]
-            links = stack.enter_context(process(run_links, ups, rate))
+        relays = above = [origin]
+        for depth, level in enumerate(levels[:-1]):
+            links = stack.enter_context(process(run_links, [above[i] for i in level], rate))
             above = [
-                stack.enter_context(process(run_relay, url, str(scratch / f"{width}-{i}")))
+                stack.enter_context(process(run_relay, url, str(scratch / f"{depth}-{i}")))
                 for i, url in enumerate(links)
             ]
-            width *= 2
-        ups = [above[i * len(above) // n_leaves] for i in range(n_leaves)]
+            relays = [*relays, *above]
+        ups = [relays[i] for i in levels[-1]]
         links = stack.enter_context(process(run_links, ups, rate))
         start = stack.enter_context(leaves(links, wanted, 4))
         before, begun = _served(origin), time.monotonic()
@@ -208,6 +216,24 @@ def measure(directory: Path, wanted: Objects, rate: float, n_leaves: int, *, tre
         seconds = start()
         busy = (_busy_s() - ticks) / (time.monotonic() - begun) / (os.cpu_count() or 1)
         return Measured(seconds, busy, _served(origin) - before)
+
+
+def tree(n_leaves: int) -> list[list[int]]:
+    """Return the levels of a binary tree: relays, as many as halve the number of leaves again and again, and leaves."""
+    widths = [1]
+    while 2 * widths[-1] < n_leaves:
+        widths.append(2 * widths[-1])
+    last = sum(widths) - widths[-1] + 1  # the store counts, too
+    return [
+        *([i // 2 for i in range(width)] for width in widths),
+        [last + i * widths[-1] // n_leaves for i in range(n_leaves)],
+    ]
+
+
+def branch(n_leaves: int) -> list[list[int]]:
+    """Return the levels of a tree of that depth that has relays above one leaf only."""
+    n_relays = len(tree(n_leaves)) - 1
+    return [*([0] for _ in range(n_relays)), [*range(1, n_relays + 1), n_relays]]
 
 
 def _served(url: str) -> int:
@@ -226,11 +252,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, action="append", help="MB/s of each link (repeatable; default 50 and 5)")
     parser.add_argument("--leaves", type=int, default=32)
+    parser.add_argument("--branch", action="store_true", help="only the relays above one leaf, and a leaf beside each")
     parser.add_argument("--objects", type=int, default=16)
     parser.add_argument("--object-mib", type=float, default=4.0)
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    table = Table(title=f"{arguments.leaves} leaves, binary tree, {arguments.objects} x {arguments.object_mib:g} MiB")
+    levels = (branch if arguments.branch else tree)(arguments.leaves)
+    shape = f"{len(levels[-1])} leaves, {len(levels) - 1} relays above the last"
+    table = Table(title=f"{shape}, {arguments.objects} x {arguments.object_mib:g} MiB")
     for name in ("MB/s", "direct", "tree, last leaf", "ratio", "processors busy", "left the store", "target"):
         table.add_column(name, justify="right")
     missed = 0
@@ -242,18 +271,18 @@ def main() -> int:
             store.put(f"versions/{i}", data)
             wanted[f"versions/{i}"] = hashlib.sha256(data).hexdigest()
         for rate in arguments.rate or [50.0, 5.0]:
-            direct = measure(directory, wanted, rate * 1e6, 1, tree=False)
-            tree = measure(directory, wanted, rate * 1e6, arguments.leaves, tree=True)
-            ratio, copies = tree.seconds / direct.seconds, tree.nbytes_left / (nbytes * arguments.objects)
-            is_limited = tree.busy > BUSY
+            direct = measure(directory, wanted, rate * 1e6, [[0]])
+            below = measure(directory, wanted, rate * 1e6, levels)
+            ratio, copies = below.seconds / direct.seconds, below.nbytes_left / (nbytes * arguments.objects)
+            is_limited = below.busy > BUSY
             met = ratio <= 1.5 and copies <= 1.05
             missed += not met and not is_limited
             table.add_row(
                 f"{rate:g}",
                 f"{direct.seconds:.2f} s",
-                f"{tree.seconds:.2f} s",
+                f"{below.seconds:.2f} s",
                 f"{ratio:.2f}",
-                f"{tree.busy:.0%}",
+                f"{below.busy:.0%}",
                 f"{copies:.2f} copies",
                 "PASS" if met else "processors" if is_limited else "FAIL",
             )
