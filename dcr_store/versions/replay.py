@@ -27,6 +27,7 @@ from dcr_store.ports import ObjectStore, ScatterTarget, Target
 from dcr_store.versions.changes import overwrites
 from dcr_store.versions.path import UNKNOWN, ZERO, Path
 from dcr_store.versions.prefetch import Fetch, Prefetch
+from dcr_store.versions.starts import cheapest
 from dcr_store.versions.workers import scratch, worker_pool
 
 GROUP_NBYTES: Final = 96 << 20
@@ -128,7 +129,10 @@ def replay(
         are then each in some state of the path, or as they were.
     """
     outcome = Outcome()
-    jobs = [job for space in SPACES for job in _jobs(path, space, places[space])]
+    # The history since the anchor is read for prices only where it is read anyway. What a fetcher has at hand, and what
+    # not, nobody knows here.
+    choice = _Choice(any(bool((table < 0).any()) for table in places.values()), only_free=fetcher is not None)
+    jobs = [job for space in SPACES for job in _jobs(path, space, places[space], choice)]
     read = fetcher or (lambda item: fetch(objects, item.ref))
     total, done = sum(len(job.chunks) * width(job.space) for job in jobs) * path.chunk_elements, 0
     moved: set[tuple[str, int]] = set()
@@ -148,7 +152,7 @@ def replay(
                     for task in tasks:
                         outcome.chunks_written += task.result()
                     events.reached("replay.group.applied", f"{job.space} {job.chunks[0]}")
-                outcome.chunks_healed += sum(1 for chunk in job.chunks if job.places[chunk] == UNKNOWN)
+                outcome.chunks_healed += int((places[job.space][list(job.chunks)] == UNKNOWN).sum())
                 done += len(job.chunks) * path.chunk_elements * width(job.space)
                 events.progress(f"apply {path.target.name}", done, total)
         finally:
@@ -176,7 +180,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Chunks of one range of a space that start from the same side."""
+    """Chunks of one range of a space that start from the same side; `places` are the states that they start from."""
 
     space: str
     chunks: tuple[int, ...]
@@ -184,12 +188,22 @@ class _Job:
     groups: tuple[_Group, ...]
 
 
-def _jobs(path: Path, space: str, places: NDArray[np.int64]) -> Iterator[_Job]:
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Whether chunks newer than the goal may be rebuilt instead of going back, and at which price."""
+
+    is_open: bool
+    only_free: bool
+
+
+def _jobs(path: Path, space: str, places: NDArray[np.int64], choice: _Choice) -> Iterator[_Job]:
     """Cut the work into ranges of partitions, and each range into groups of steps that fit into memory."""
     work = np.flatnonzero(places != path.goal)
     if len(work) == 0:
         return
-    ahead = path.steps(_farthest(path, places[work].tolist()))
+    low, high = int(places[work].min()), int(places[work].max())
+    is_choice = choice.is_open and high > path.goal
+    ahead = sorted({*path.steps(ZERO if is_choice else low), *path.steps(high)})
     lengths = [
         item.n_chunks
         for _, edge in path.each(ahead)
@@ -199,11 +213,13 @@ def _jobs(path: Path, space: str, places: NDArray[np.int64]) -> Iterator[_Job]:
     n_range = max(lengths, default=1)
     for first in sorted({int(chunk) // n_range for chunk in work}):
         chunks = work[(work >= first * n_range) & (work < (first + 1) * n_range)]
+        starts = {int(chunk): int(places[chunk]) for chunk in chunks}
+        if is_choice:
+            starts = cheapest(path, space, starts, only_free=choice.only_free)
         for backwards in (False, True):
-            chosen = tuple(int(chunk) for chunk in chunks if (int(places[chunk]) > path.goal) == backwards)
+            chosen = {chunk: state for chunk, state in starts.items() if (state > path.goal) == backwards}
             if chosen:
-                starts = {chunk: int(places[chunk]) for chunk in chosen}
-                yield _Job(space, chosen, starts, tuple(_groups(path, space, starts)))
+                yield _Job(space, tuple(chosen), chosen, tuple(_groups(path, space, chosen)))
 
 
 def _farthest(path: Path, states: Iterable[int]) -> int:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 import signal
 from pathlib import Path
+from random import Random
 
 import pytest
+from faults.conftest import Library
 from faults.harms import MARKER, file_truncated
+from faults.kept import Costs, Kept
 from faults.processes import Nursery
-from faults.scenes import Place, Strike, assert_checkpoint, seeded
+from faults.scenes import SMALL, Place, Strike, assert_checkpoint, seeded
 
 from dcr_store.errors import ConflictError
 
@@ -104,6 +107,34 @@ def test_nothing_that_is_right_is_fetched_again(nursery: Nursery, scratch: Path,
     assert outcome.told["nbytes_fetched"] < whole / 10  # side files only
     assert outcome.told["chunks_written"] == 0
     assert_checkpoint(target, checkpoints[0])
+
+
+def test_chunks_of_a_newer_version_beside_torn_ones_are_not_worth_masks(
+    nursery: Nursery, library: Library, scratch: Path, checkpoints: list[Path]
+) -> None:
+    """Partitions that are fetched to rebuild torn chunks hold what those beside need; going back would cost more."""
+    place = library.place("directory", "checkpoints")
+    kept, costs = Kept(place, checkpoints, scratch, "pull"), Costs(place.open())
+    kept.set_out(4)
+    kept.start = None  # what leads back to the old version is not to be counted
+    kept.reset()
+    _strike(nursery, kept.job(5), ("pull.staged", 1))
+    kept.harm(_a_byte_of_each_partition, seeded("torn"))
+    limits = kept.limits(costs, 1)
+    told = nursery.finish(**kept.job(1)).told
+    kept.assert_done(1)
+    assert limits is not None
+    assert told["chunks_written"] == limits[0]
+    assert told["nbytes_fetched"] <= limits[1]
+    assert 0 < told["chunks_healed"] < told["chunks_written"], "some were of a newer version"
+
+
+def _a_byte_of_each_partition(target: Path, old: Path, rng: Random) -> None:
+    for weights in target.glob("*.safetensors"):
+        data = bytearray(weights.read_bytes())
+        for place in range(8 + int.from_bytes(data[:8], "little"), len(data), SMALL["partition_nbytes"]):
+            data[place] ^= 1
+        weights.write_bytes(data)
 
 
 def test_two_pulls_of_one_directory(nursery: Nursery, scratch: Path, checkpoints: list[Path]) -> None:

@@ -20,6 +20,7 @@ from dcr_store.errors import IntegrityError
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import Bits, uint_dtype
 from dcr_store.layout.layout import Layout, LayoutBuilder
+from dcr_store.payload.version import SealedPartition, fetch
 from dcr_store.store import Store
 from dcr_store.versions import replay as engine
 from dcr_store.versions.path import UNKNOWN, ZERO, Path
@@ -253,6 +254,92 @@ def test_backwards_over_overwrites_starts_again_from_the_anchor(store: Store) ->
     assert {int(place) for table in places.values() for place in table} == {0, UNKNOWN}
     replay(store._objects, path, target, places)
     target.assert_is(base)
+
+
+FLAT = make_layout(("a", "BF16", 8 * SIZE))
+
+
+def masks_only(store: Store, layout: Layout, *shards: dict[str, int]) -> list[Dense]:
+    """Publish an anchor and versions of few masks, one for each of `shards`; return all states."""
+    rng = np.random.default_rng(6)
+    states = [publish(store, layout, [Part(mask=noise(layout, rng), shards=shards[0])], None)]
+    for each in shards[1:]:
+        states.append(publish(store, layout, [Part(mask=noise(layout, rng, 0.05), shards=each)], states[-1]))
+    return states
+
+
+def fetched_by(store: Store, path: Path, target: Chunks, *, hand_over: bool) -> list[tuple[str, str, int]]:
+    """Bring a target to the goal of a path; return version, array and index of what was fetched."""
+    items = [item for contents in path.states for item in contents.partitions]
+    places = classify(path, digests(target, path.all_chunks(), SIZE), range(len(path.states)))
+    watched, handed = Watched(store._objects), []
+
+    def fetcher(item: SealedPartition) -> bytes:
+        handed.append(item.key)
+        return fetch(store._objects, item.ref)
+
+    outcome = replay(watched, path, target, places, fetcher=fetcher if hand_over else None)
+    keys = handed if hand_over else [key for name, key in watched.requests if name == "get" and "/data/" in key]
+    found = [next(item for item in items if item.key == key) for key in keys]
+    assert outcome.nbytes_fetched == sum(item.partition.nbytes for item in found)
+    assert outcome.chunks_healed == sum(int((table == UNKNOWN).sum()) for table in places.values())
+    by_key = {item.key: contents.name for contents in path.states for item in contents.partitions}
+    return sorted((by_key[item.key], item.array.array, item.partition.index) for item in found)
+
+
+@pytest.mark.parametrize("hand_over", [False, True])
+def test_beside_a_chunk_that_is_rebuilt_none_goes_back(store: Store, hand_over: bool) -> None:
+    """The partitions from the anchor hold what the others need, too, so the masks of newer versions are not fetched."""
+    states = masks_only(store, FLAT, *[{"u16/mask": 4}] * 4)
+    target = Chunks(states[3])
+    target.state["u16"][SIZE + 5] ^= 1
+    found = fetched_by(store, path_to(store, 1, 3), target, hand_over=hand_over)
+    target.assert_is(states[1])
+    rebuilt, back = [("main@0", 0), ("main@1", 0)], [("main@2", 1), ("main@3", 1)]
+    assert found == [(name, "u16/mask", index) for name, index in rebuilt + back]
+
+
+@pytest.mark.parametrize(("hand_over", "is_torn"), [(False, False), (False, True), (True, True)])
+def test_the_dearer_way_back_is_gone_where_the_other_is_not_read_or_may_not_be_at_hand(
+    store: Store, hand_over: bool, is_torn: bool
+) -> None:
+    layout = make_layout(("a", "U8", SIZE), ("d", "I64", SIZE))
+    rng = np.random.default_rng(7)
+    mask = noise(layout, rng)
+    mask["u64"][:] = 1  # takes next to nothing
+    states = [publish(store, layout, [Part(mask=mask)], None)]
+    for _ in range(2):
+        states.append(publish(store, layout, [Part(mask=noise(layout, rng))], states[-1]))
+    target = Chunks(states[2])
+    target.state["u8"][5] ^= is_torn
+    found = fetched_by(store, path_to(store, 0, 2), target, hand_over=hand_over)
+    target.assert_is(states[0])
+    is_rebuilt = is_torn and not hand_over
+    names = ["main@0"] if is_rebuilt else ["main@1", "main@2"]
+    assert [name for name, array, _ in found if array == "u64/mask"] == names
+
+
+def test_a_chunk_that_only_newer_versions_touch_is_zeros_again_for_nothing(store: Store) -> None:
+    layout = make_layout(("a", "U8", 4 * SIZE))
+    mask, later = zeros(layout)["u8"], zeros(layout)["u8"]
+    mask[:SIZE], later[2 * SIZE :] = 7, 9
+    states = [publish(store, layout, [Part(mask={"u8": mask})], None)]
+    states.append(publish(store, layout, [Part(mask={"u8": later})], states[0]))
+    target = Chunks(states[1])
+    target.state["u8"][5] ^= 1
+    found = fetched_by(store, path_to(store, 0, 1), target, hand_over=False)
+    target.assert_is(states[0])
+    assert found == [("main@0", "u8/mask", 0)]
+
+
+def test_long_partitions_of_the_anchor_are_fetched_once_whatever_newer_ones_are(store: Store) -> None:
+    states = masks_only(store, FLAT, {"u16/mask": 8}, *[{"u16/mask": 2}] * 2)
+    target = Chunks(states[2])
+    for chunk in (0, 6):
+        target.state["u16"][chunk * SIZE] ^= 1
+    found = fetched_by(store, path_to(store, 0, 2), target, hand_over=True)
+    target.assert_is(states[0])
+    assert found == [("main@0", "u16/mask", 0)]
 
 
 def test_what_is_at_the_goal_costs_nothing(store: Store) -> None:
