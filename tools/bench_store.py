@@ -264,7 +264,6 @@ def through_store(
     best: dict[str, Speed] = {}
 
     def timed(name: str, work: Callable[[], object]) -> None:
-        os.sync()  # so that the disk is not still at work on what was measured before
         best[name] = max(best.get(name, NO_SPEED), speed_of(work, nbytes), key=lambda speed: speed.wall)
 
     def publish(state: State) -> None:

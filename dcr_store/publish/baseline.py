@@ -22,7 +22,9 @@ from typing import Any, Final
 import numpy as np
 
 from dcr_store import events
+from dcr_store.codec import kernels
 from dcr_store.codec.digest import crc64
+from dcr_store.codec.portable import Codec
 from dcr_store.errors import ConflictError, DcrError, IntegrityError, InvalidInputError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES
@@ -30,7 +32,7 @@ from dcr_store.layout.dtypes import Bits, width
 from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import Table
 from dcr_store.publish.behind import Behind
-from dcr_store.publish.masks import Masks
+from dcr_store.publish.spool import ChunkSpool
 from dcr_store.targets.checkpoint_listing import SUFFIX
 from dcr_store.targets.own_directories import BASELINE_TAG, LOCK, refuse_inside_store
 from dcr_store.targets.paths import local_path
@@ -206,20 +208,24 @@ class Baseline:
 
     # ------------------------------------------------------------------ advancing
 
-    def advance(self, located: Located, masks: Masks) -> None:
+    def advance(self, located: Located, masks: ChunkSpool, codec: Codec) -> None:
         """Apply the masks of a transaction that has committed as `located`, in threads of their own; returns at once.
 
         Parameters
         ----------
-        masks : Masks
-            All of them; dropped at the end.
+        masks : ChunkSpool
+            All of them, encoded; closed at the end.
         """
         assert self._files is not None
         files = self._files
 
         def apply_all(batch: list[tuple[str, int]]) -> None:
             for space, chunk in batch:
-                masks.apply(space, chunk, files.writable_view(space, chunk))
+                view, data = files.writable_view(space, chunk), masks.get(space, chunk) or b""
+                if view.size == self.chunk_elements:
+                    codec.apply(data, view)
+                else:
+                    kernels.engine().xor_at(view, *codec.decode_sparse(data, view.dtype, self.chunk_elements))
                 events.reached("baseline.chunk.advanced", f"{space} {chunk}")
 
         def end(error: Exception | None) -> None:
@@ -230,7 +236,7 @@ class Baseline:
             self._located = located
 
         with self._losing():
-            self._behind = Behind(list(_batches(masks.spool.places(), _N_TOGETHER)), apply_all, end)
+            self._behind = Behind(list(_batches(masks.places(), _N_TOGETHER)), apply_all, end)
 
     def settle(self) -> None:
         """Wait until an advance that goes on has ended; raises, once, what it did not expect."""

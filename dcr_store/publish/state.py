@@ -26,13 +26,13 @@ from dcr_store.layout.dtypes import Bits, uint_dtype, width
 from dcr_store.layout.layout import Layout, TensorEntry
 from dcr_store.payload.version import Table
 from dcr_store.publish.chunks import ChunkAssembler, ReadInto
-from dcr_store.publish.masks import Changes, Masks
 from dcr_store.publish.partitions import PartitionWriter
+from dcr_store.publish.spool import ChunkSpool
 from dcr_store.versions.workers import n_workers, scratch, worker_pool
 
 Fill = Callable[[Bits], None]
 _Batch = list[tuple[str, int, Fill]]
-_AHEAD: Final = 8  # chunks for each worker, each of which takes memory: its buffer, then what it was encoded to
+_AHEAD: Final = 8  # chunks for each worker; those that tensors share take a buffer each
 _N_TOGETHER: Final = 4
 _N_TRIES: Final = 3
 
@@ -67,8 +67,6 @@ class EncodedChunk:
         The encoded mask, None if nothing changed.
     base, new : int
         Digests before and after.
-    changes : tuple of (ndarray of uint32, ndarray of uintN), or None
-        Positions and values of the mask, where they are short.
     """
 
     space: str
@@ -77,7 +75,6 @@ class EncodedChunk:
     n_changed: int
     base: int
     new: int
-    changes: Changes | None = None
 
 
 def encode_delta(codec: Codec, space: str, chunk: int, base: Bits, base_digest: int, new: Bits) -> EncodedChunk | None:
@@ -111,8 +108,7 @@ def encode_delta(codec: Codec, space: str, chunk: int, base: Bits, base_digest: 
     data = codec.encode_sparse(positions, values, len(new))
     codec.apply(data, new)
     if crc64(new) == base_digest:
-        changes = (positions, values) if 4 * (positions.nbytes + values.nbytes) <= new.nbytes else None
-        return EncodedChunk(space, chunk, data, len(positions), base_digest, digest, changes)
+        return EncodedChunk(space, chunk, data, len(positions), base_digest, digest)
     codec.apply(data, new)
     decoded, decoded_values = codec.decode_sparse(data, new.dtype, len(new))
     if not (np.array_equal(positions, decoded) and np.array_equal(values, decoded_values)) or crc64(new) != digest:
@@ -141,7 +137,7 @@ def _unfaithful(space: str, chunk: int) -> IntegrityError:
 
 
 class StateWriter:
-    """What delta and anchor share: a pool that encodes, a partition writer that takes the results in order."""
+    """What delta and anchor share: a pool that encodes, and takes what it has encoded to the partition writer."""
 
     def __init__(self, partitions: PartitionWriter, layout: Layout | None) -> None:
         self.partitions = partitions
@@ -151,7 +147,8 @@ class StateWriter:
         self._kept: dict[str, tuple[int, Bits]] = {}
         self.contributions: dict[str, list[tuple[int, int, int, int]]] = {space: [] for space in SPACES}
         self._pool = worker_pool("dcr-encode")
-        self._waiting: deque[Future[list[EncodedChunk]]] = deque()
+        self._waiting: deque[Future[None]] = deque()
+        self._taking = threading.Lock()
         self._batch: _Batch = []
         self._n_together = _N_TOGETHER
         self._n_workers = n_workers()
@@ -188,15 +185,11 @@ class StateWriter:
         batch, self._batch = self._batch, []
         self._waiting.append(self._pool.submit(self._work, batch))
         while len(self._waiting) * self._n_together > _AHEAD * self._n_workers:
-            self._take_next()
+            self._waiting.popleft().result()
 
-    def _take_next(self) -> None:
-        for encoded in self._waiting.popleft().result():
-            self._take(encoded)
-
-    def _work(self, batch: _Batch) -> list[EncodedChunk]:
-        """Take private copies of chunks and encode them; runs in a worker's thread."""
-        encoded, n_unread = [], len(batch)
+    def _work(self, batch: _Batch) -> None:
+        """Take private copies of chunks, encode and take them; runs in a worker's thread."""
+        n_unread = len(batch)
         try:
             for space, chunk, fill in batch:
                 new = scratch(space, self.chunk_elements)
@@ -204,11 +197,12 @@ class StateWriter:
                 n_unread -= 1
                 if n_unread == 0:
                     self._say_read()
-                encoded.append(self._encode(space, chunk, new))
+                encoded = self._encode(space, chunk, new)
+                with self._taking:
+                    self._take(encoded)
         finally:
             if n_unread:
                 self._say_read()
-        return encoded
 
     def _say_read(self) -> None:
         with self._was_read:
@@ -220,6 +214,7 @@ class StateWriter:
         raise NotImplementedError
 
     def _take(self, encoded: EncodedChunk) -> None:
+        """Keep what belongs to the version, and pass it on; one thread at a time. Waits while too much is in flight."""
         if encoded.data is not None:
             zero = zeros_digest(self.chunk_elements * width(encoded.space))
             row = (encoded.chunk, encoded.base ^ encoded.new, 0, encoded.base ^ zero)
@@ -234,13 +229,13 @@ class StateWriter:
         with self._was_read:
             self._was_read.wait_for(lambda: self._n_unread_batches == 0)
         while self._waiting and self._waiting[0].done():
-            self._take_next()
+            self._waiting.popleft().result()
 
     def drain(self) -> None:
         """Wait until all complete chunks are encoded."""
         self._submit()
         while self._waiting:
-            self._take_next()
+            self._waiting.popleft().result()
 
     def finish(self) -> dict[str, NDArray[np.uint64]]:
         """Encode what is left; return the contributions, uint64 of shape (n, 4) per space, ascending by chunk."""
@@ -283,13 +278,13 @@ class StateWriter:
 
 
 class DeltaWriter(StateWriter):
-    """Encodes masks against the base, and keeps them until ``close``, unless they are handed over."""
+    """Encodes masks against the base. They stay in the partition writer's spool until ``close``, or are handed over."""
 
     def __init__(self, partitions: PartitionWriter, layout: Layout, base: BaseBits) -> None:
         super().__init__(partitions, layout)
         assert partitions.spool is not None
-        self._masks = Masks(partitions.spool, self.codec, self.chunk_elements)
-        self._has_masks = True
+        self._spool: ChunkSpool = partitions.spool
+        self._has_spool = True
         self._base = base
 
     def _encode(self, space: str, chunk: int, new: Bits) -> EncodedChunk:
@@ -304,25 +299,22 @@ class DeltaWriter(StateWriter):
             found="other bits each time",
         )
 
-    def _take(self, encoded: EncodedChunk) -> None:
-        super()._take(encoded)
-        if encoded.changes is not None:
-            self._masks.note(encoded.space, encoded.chunk, encoded.changes)
-
     def _complete(self, space: str, chunk: int, out: Bits) -> None:
         np.copyto(out, self._base.base_chunk(space, chunk)[0])
-        self._masks.apply(space, chunk, out)
+        data = self._spool.get(space, chunk)
+        if data is not None:
+            self.codec.apply(data, out)
 
-    def hand_over(self) -> Masks:
-        """Return the masks, which are the caller's to close from now on."""
-        self._has_masks = False
-        return self._masks
+    def hand_over(self) -> ChunkSpool:
+        """Return the masks, encoded; they are the caller's to close from now on."""
+        self._has_spool = False
+        return self._spool
 
     def close(self) -> None:
         """Stop the pools and drop the masks."""
         super().close()
-        if self._has_masks:
-            self._masks.close()
+        if self._has_spool:
+            self._spool.close()
 
 
 class AnchorWriter(StateWriter):

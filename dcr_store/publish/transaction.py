@@ -370,7 +370,7 @@ class Transaction:
         if self._closed:
             return self._committed  # the baseline was given back; it is brought up to date when it is used next
         if isinstance(writer, DeltaWriter):
-            self._baseline.advance(located, writer.hand_over())
+            self._baseline.advance(located, writer.hand_over(), writer.codec)
         else:
             self._baseline.adopt(located, layout)
         self._close()
