@@ -5,6 +5,7 @@ Refuses backends on which put-if-absent is not atomic, and stores of another for
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -151,7 +152,7 @@ class Store:
         self._document = document
         self._catalog = Catalog(objects, document, store_sha256)
         self._baselines: dict[str, Baseline] = {}
-        self._named: weakref.WeakSet[Baseline] = weakref.WeakSet()  # in directories that were named
+        self._used: weakref.WeakSet[Baseline] = weakref.WeakSet()
         self._lock = threading.Lock()
         self.url = objects.url
         self.store_id = document.store_id
@@ -192,7 +193,8 @@ class Store:
         takeover : bool
             Take over an open transaction of an owner that you know to be dead.
         baseline : path, optional
-            Directory of the local copy of the last version, kept for the next run; by default a temporary one.
+            Directory of the local copy of the last version, kept for the next run; by default a temporary one. If it
+            still advances to what was committed last, that is waited for.
         max_ahead : int, optional
             Refuse to begin a version that comes more than so many after the active one of a group of `ahead_of`.
         ahead_of : iterable of str
@@ -201,7 +203,8 @@ class Store:
         Raises
         ------
         ConflictError
-            If somebody else's transaction is open, or the head is not `base`.
+            If somebody else's transaction is open, the head is not `base`, or another process uses the baseline, be it
+            for an advance after its last commit.
         LagError
             If the version would be more than `max_ahead` ahead of a group: wait, and begin again.
         InvalidInputError
@@ -262,7 +265,8 @@ class Store:
 
         if directory is not None:
             held = Baseline(directory, self.store_id, line, self.chunk_elements)
-            self._named.add(held)
+            with self._lock:
+                self._used.add(held)
             return held, held.close
         with self._lock:
             kept = self._baselines.pop(line, None)
@@ -270,6 +274,8 @@ class Store:
             kept.close()
             kept = None
         held = kept or Baseline(None, self.store_id, line, self.chunk_elements)
+        with self._lock:
+            self._used.add(held)
 
         def release() -> None:
             with self._lock:
@@ -581,13 +587,22 @@ class Store:
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
-        """Wait until the baselines of what was committed are brought up to date; remove temporary ones."""
+        """Wait until the baselines of what was committed have advanced; remove temporary ones.
+
+        Raises
+        ------
+        BaseException
+            What an advance met that nobody expects, such as ``MemoryError``. The version is committed, the other
+            baselines are waited for, and that one is mended when it is used next.
+        """
         with self._lock:
             kept, self._baselines = self._baselines, {}
+            used = list(self._used)
         for baseline in kept.values():
             baseline.close()
-        for baseline in [*kept.values(), *self._named]:
-            baseline.settle()
+        with contextlib.ExitStack() as stack:
+            for baseline in used:
+                stack.callback(baseline.wait)  # each, also where one raises
 
     def __enter__(self) -> Self:
         return self

@@ -193,8 +193,9 @@ def measure(directory: Path, wanted: Objects, rate: float, levels: Sequence[Sequ
     Parameters
     ----------
     levels : sequence of sequences of int
-        For each node of a level, the relays of the level before and then the leaves, which one of that it hangs below.
-        Of the leaves it may be one of any level, counted through.
+        One for each level of relays, the last for the leaves; in it, for each node, which one it hangs below: of
+        relays, an index into the level before (of the first, 0: the store); of leaves, an index into the store and all
+        relays, level by level.
     """
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcr-bench-relay-")))

@@ -142,6 +142,7 @@ class Speed:
 
 NO_SPEED = Speed(0.0, 0.0)
 PUBLISH = "publish, delta"
+ADVANCED = "the same, its baseline advanced"
 
 
 def speed_of(work: Callable[[], object], nbytes: int) -> Speed:
@@ -274,12 +275,12 @@ def through_store(
     def publish_and_advance(state: State) -> None:
         publish(state)
         for baseline in store._baselines.values():
-            baseline.settle()
+            baseline.wait()
 
     with dcr_store.create(url, storage_options=store_options(url)) as store:
         timed("publish, anchor", lambda: publish(states[0]))
         store.pull(directory / "weights")
-        works = {PUBLISH: publish, "the same, its baseline advanced": publish_and_advance}
+        works = {PUBLISH: publish, ADVANCED: publish_and_advance}
         order = [states[i % len(states)] for i in range(1, max(len(states), 1 + 3 * stages.n_rounds))]
         for state, (name, work) in zip(order, itertools.cycle(works.items()), strict=False):
             timed(name, lambda work=work, state=state: work(state))
@@ -290,7 +291,7 @@ def through_store(
     for name, speed in best.items():
         stages.row(name, engine, n_threads, speed)
         if name == PUBLISH:
-            ratio, cpu_ratio = encode.wall / speed.wall, speed.cpu / encode.cpu
+            ratio, cpu_ratio = encode.wall / speed.wall, best[ADVANCED].cpu / encode.cpu
             cells = ("publish / encoding alone", engine, str(n_threads), f"{ratio:.2f} x", "", f"{cpu_ratio:.2f} x")
             is_small = nbytes < SMALL_NBYTES  # of which the requests take the time, not the weights
             stages.report.add(*cells, target="" if is_small else "<= 1.3 x", met=is_small or ratio <= 1.3)

@@ -2,8 +2,8 @@
 
 Never trusted: every chunk is digested when it is used, and one that is not the base's is healed from the store. So
 nothing here is synced to disk, and a stale, torn, foreign or missing baseline only costs time. It advances after the
-outcome of a commit is known, behind the back of its caller: what comes next waits for it. Refuses a directory that
-another process is using.
+outcome of a commit is known, in the background: whoever uses it next waits for that. Refuses a directory that another
+process is using.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import Bits, width
 from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import Table
-from dcr_store.publish.behind import Behind
+from dcr_store.publish.background import Background
 from dcr_store.publish.spool import ChunkSpool
 from dcr_store.targets.checkpoint_listing import SUFFIX
 from dcr_store.targets.own_directories import BASELINE_TAG, LOCK, refuse_inside_store
@@ -75,7 +75,7 @@ class Baseline:
         self._located: Located | None = None
         self._tables: Mapping[str, Table] = {}
         self._catalog: Catalog | None = None
-        self._behind: Behind[list[tuple[str, int]]] | None = None
+        self._advancing: Background[list[tuple[str, int]]] | None = None
         if place is not None:
             _wait_for_others(place)
         try:
@@ -111,9 +111,11 @@ class Baseline:
     # ------------------------------------------------------------------ the base
 
     def use(self, catalog: Catalog, located: Located) -> None:
-        """Make this the baseline of a committed version, bringing the files there if they are elsewhere."""
+        """Make this the baseline of a committed version, bringing the files there if they are elsewhere.
+
+        An advance that went on has been waited for.
+        """
         contents = catalog.contents(located)
-        self.settle()
         self._catalog, before = catalog, self._located
         self._located, self._tables = located, contents.tables
         if before is not None and before.row.root == located.row.root and self._files is not None:
@@ -209,12 +211,16 @@ class Baseline:
     # ------------------------------------------------------------------ advancing
 
     def advance(self, located: Located, masks: ChunkSpool, codec: Codec) -> None:
-        """Apply the masks of a transaction that has committed as `located`, in threads of their own; returns at once.
+        """Apply the masks of a transaction that has committed to the mapped files, in the background; returns at once.
 
         Parameters
         ----------
+        located : Located
+            The version that it made.
         masks : ChunkSpool
             All of them, encoded; closed at the end.
+        codec : Codec
+            By which they are.
         """
         assert self._files is not None
         files = self._files
@@ -228,24 +234,28 @@ class Baseline:
                     kernels.engine().xor_at(view, *codec.decode_sparse(data, view.dtype, self.chunk_elements))
                 events.reached("baseline.chunk.advanced", f"{space} {chunk}")
 
-        def end(error: Exception | None) -> None:
+        def end(error: BaseException | None) -> None:
             masks.close()
             with self._keeping(located):
                 if error is not None:
                     raise error
             self._located = located
 
-        with self._losing():
-            self._behind = Behind(list(_batches(masks.places(), _N_TOGETHER)), apply_all, end)
+        try:
+            self._advancing = Background(list(_batches(masks.places(), _N_TOGETHER)), apply_all, end)
+        except StorageError as error:  # no thread to be had
+            end(error)
 
-    def settle(self) -> None:
-        """Wait until an advance that goes on has ended; raises, once, what it did not expect."""
-        if self._behind is None or not self.is_of_this_process:
+    def wait(self) -> None:
+        """Wait until an advance that goes on has ended; raises, once, what that did not expect."""
+        going = self._advancing
+        if going is None or not self.is_of_this_process:
             return
         try:
-            self._behind.wait()
-        except Exception:
-            self._behind = self._files = None
+            going.wait()
+        except BaseException:
+            if going.has_failed:  # and not who waits was interrupted
+                self._advancing = self._files = None
             raise
 
     def stage(self, space: str, chunk: int, bits: Bits) -> None:
@@ -293,19 +303,13 @@ class Baseline:
 
     @contextlib.contextmanager
     def _keeping(self, located: Located) -> Iterator[None]:
-        """Note `located` when the block has succeeded; a block that fails leaves a baseline to be rebuilt, no error."""
-        with self._losing():
-            yield
-            self._write_state(located)
-
-    @contextlib.contextmanager
-    def _losing(self) -> Iterator[None]:
-        """Leave a baseline to be rebuilt where the block fails.
+        """Note `located` when the block has succeeded; a block that fails leaves a baseline to be rebuilt, no error.
 
         The version is committed by then, so a full disk here must not look like a failed publish.
         """
         try:
             yield
+            self._write_state(located)
         except (OSError, DcrError) as error:
             events.reached("baseline.lost", f"{self.directory}: {error}")
             self._files = None
@@ -342,15 +346,16 @@ class Baseline:
         events.reached("baseline.noted", located.name)
 
     def close(self) -> None:
-        """Release the lock, and remove a temporary directory, once an advance that goes on has ended.
+        """Return at once; release the lock, and remove a temporary directory, when an advance that goes on has ended.
 
         What a forked process has of them stays its parent's.
         """
-        if self._behind is None or not self.is_of_this_process:
+        going = self._advancing
+        if going is None or not self.is_of_this_process:
             self._release()
         else:
             _ENDING.add(self)
-            self._behind.then(self._release)
+            going.then(self._release)
 
     def _release(self) -> None:
         self.drop_staging()
@@ -388,7 +393,7 @@ def _wait_for_others(place: Path) -> None:
     """Wait until no baseline of this process that was closed there is locked."""
     for other in list(_ENDING):
         if other.directory.resolve() == place.resolve():
-            other.settle()
+            other.wait()
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:

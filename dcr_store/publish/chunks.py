@@ -103,7 +103,10 @@ class ChunkAssembler:
             self._pass_on(*key)
 
     def partial(self, space: str, chunk: int) -> Bits | None:
-        """Return the buffer of a chunk that is not complete, None if there is none."""
+        """Return the buffer of a chunk that is not complete, None if there is none.
+
+        Where a tensor is still to come it holds anything.
+        """
         found = self._partial.get((space, chunk))
         return None if found is None else found[0]
 

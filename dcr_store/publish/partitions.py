@@ -123,7 +123,7 @@ class PartitionWriter:
         return min(MAX_PARTITION_CHUNKS, max(1, PARTITION_NBYTES // (self.chunk_elements * width(space))))
 
     def add(self, space: str, chunk: int, data: bytes | None, n_chunks: int | None) -> None:
-        """Take one chunk, each exactly once, in any order.
+        """Take one chunk, each exactly once, in any order; not from several threads at once.
 
         Parameters
         ----------

@@ -148,7 +148,7 @@ class StateWriter:
         self.contributions: dict[str, list[tuple[int, int, int, int]]] = {space: [] for space in SPACES}
         self._pool = worker_pool("dcr-encode")
         self._waiting: deque[Future[None]] = deque()
-        self._taking = threading.Lock()
+        self._taking = threading.Lock()  # n_changed, contributions, partitions
         self._batch: _Batch = []
         self._n_together = _N_TOGETHER
         self._n_workers = n_workers()
@@ -214,7 +214,7 @@ class StateWriter:
         raise NotImplementedError
 
     def _take(self, encoded: EncodedChunk) -> None:
-        """Keep what belongs to the version, and pass it on; one thread at a time. Waits while too much is in flight."""
+        """Note what it adds, and pass it on; the caller holds `_taking`. Waits while too much is in flight."""
         if encoded.data is not None:
             zero = zeros_digest(self.chunk_elements * width(encoded.space))
             row = (encoded.chunk, encoded.base ^ encoded.new, 0, encoded.base ^ zero)
@@ -311,7 +311,7 @@ class DeltaWriter(StateWriter):
         return self._spool
 
     def close(self) -> None:
-        """Stop the pools and drop the masks."""
+        """Stop the pools, and drop the masks unless they were handed over."""
         super().close()
         if self._has_spool:
             self._spool.close()

@@ -89,6 +89,7 @@ class Transaction:
         self._writer: DeltaWriter | AnchorWriter
         durable = read_durable(catalog.objects, self._keys, WRITER) if pending.attempt else {}
         self._durable = durable
+        baseline.wait()  # for an anchor, too: an advance would note its version over that of the anchor
         head = log.state.head
         if head is None:
             self._writer = self._anchor_writer()
@@ -307,8 +308,8 @@ class Transaction:
     def commit(self, *, wait_for: Iterable[str] = (), timeout_s: float | None = None) -> VersionInfo:
         """Make the version. Returns once it is in the store.
 
-        The baseline is brought up to date by threads of its own; the next ``begin`` with it and ``Store.close`` wait
-        for them, and so does the end of the process.
+        The baseline advances in the background; the next ``begin`` with it, ``Store.close`` and the end of the process
+        wait for that.
 
         Parameters
         ----------
@@ -369,6 +370,7 @@ class Transaction:
         self._committed = info_of(Located(self.line, self._log.complete(row)))
         if self._closed:
             return self._committed  # the baseline was given back; it is brought up to date when it is used next
+        # A crash from here on leaves chunks of both versions; who uses the baseline next tells them by their digests.
         if isinstance(writer, DeltaWriter):
             self._baseline.advance(located, writer.hand_over(), writer.codec)
         else:

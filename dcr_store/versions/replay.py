@@ -1,8 +1,9 @@
 """Replay: bring the chunks of a target to one version, from whatever states they are in (DESIGN: base, target, torn).
 
 Each chunk is digested; a digest of a version on the path says where to go on, any other means rebuilding from the
-anchor. A chunk is written only after its new bits have the digest recorded for them. Nothing depends on how far an
-earlier run got. Refuses to write bits that miss the table: then the stored version is defective.
+anchor. So is one of a newer version rebuilt where that costs less than its way back (``starts``). A chunk is written
+only after its new bits have the digest recorded for them. Nothing depends on how far an earlier run got. Refuses to
+write bits that miss the table: then the stored version is defective.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def replay(
     ----------
     places : mapping of str to ndarray of int64, shape (n_chunks,)
         The state of each chunk (``classify``, ``everywhere``). Chunks at the goal are neither fetched nor written.
+        Newer ones may be rebuilt from the anchor instead of going back.
     fetcher : callable, optional
         Returns a partition's verified bytes; by default from `objects`.
 

@@ -22,6 +22,8 @@ def cheapest(path: Path, space: str, places: Mapping[int, int], *, only_free: bo
         Rebuild only what takes no partition that is not fetched anyway.
     """
     newer = [chunk for chunk, state in places.items() if state > path.goal]
+    if not newer:
+        return dict(places)
     needed = _partitions(path, space, {chunk: state for chunk, state in places.items() if state < path.goal})
     rebuilt = {chunk for chunk in newer if _costs_less(path, space, [chunk], needed, 1)}
     rest = [chunk for chunk in newer if chunk not in rebuilt]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +42,8 @@ def publish(store: Store, i: int, baseline: Path | None, line: str = "main") -> 
     with store.begin(line, baseline=baseline) as transaction:
         for name, array in STATES[i].items():
             transaction.write(name, array)
-    for advancing in [*store._named, *store._baselines.values()]:
-        advancing.settle()
+    for used in list(store._used):
+        used.wait()
 
 
 def rebuilds(store: Store, i: int, baseline: Path | None) -> int:
@@ -193,72 +196,138 @@ def test_one_publisher_at_a_time(store: Store, directory: Path) -> None:
     publish(store, 2, directory)
 
 
-@pytest.mark.parametrize("who", ["the same store", "another store", "close"])
-def test_commit_does_not_wait_for_it_but_what_comes_next_does(store: Store, directory: Path, who: str) -> None:
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """Advances stop before their first chunk until ``gate`` is set; ``waits`` is set when somebody waits for one."""
     gate, waits, seen = threading.Event(), threading.Event(), list[str]()
+    wait = Baseline.wait
 
     def listen(event: events.Event) -> None:
         seen.append(event.name)
         if event.name == "baseline.chunk.advanced":
             assert gate.wait(LONG_S)
 
-    def go_on() -> None:
-        waits.set()
-        if who == "close":
-            store.close()
-            seen.append("went on")
-            return
-        with store if who == "the same store" else dcr_store.open(store.url) as following:
-            publish(following, 3, directory)
+    def watched(self: Baseline) -> None:
+        if self._advancing is not None:
+            waits.set()
+        wait(self)
 
+    monkeypatch.setattr(Baseline, "wait", watched)
     with events.listening(listen):
-        with store.begin(baseline=directory) as transaction:
-            for name, array in STATES[2].items():
-                transaction.write(name, array)
-        assert [info.version for info in store.log()][-1] == "main@2", "it is published"
-        assert json.loads((directory / "baseline.json").read_bytes())["version"] == "main@1"
-        after = threading.Thread(target=go_on)
-        after.start()
-        assert waits.wait(LONG_S)
-        after.join(0.2)
-        assert after.is_alive()
-        gate.set()
-        after.join(LONG_S)
-    assert not after.is_alive()
-    assert "baseline.rebuild" not in seen
-    assert "baseline.lost" not in seen
-    if who == "close":
-        assert seen[-2:] == ["baseline.noted", "went on"]
-        assert rebuilds(store, 3, directory) == 0
+        yield Held(gate, waits, seen)
+    gate.set()
+
+
+@dataclass(frozen=True)
+class Held:
+    gate: threading.Event
+    waits: threading.Event
+    seen: list[str]
+
+    def goes_on_behind(self, call: Callable[[], object]) -> None:
+        """Check that `call` waits for an advance, and no longer than that."""
+        ended: list[object] = []
+        caller = threading.Thread(target=lambda: ended.append(call()))
+        caller.start()
+        assert self.waits.wait(LONG_S)
+        caller.join(0.05)
+        assert not ended
+        self.gate.set()
+        caller.join(LONG_S)
+        assert len(ended) == 1, "it raised nothing, and is done"
+
+
+def commit(store: Store, i: int, baseline: Path | None) -> None:
+    """Publish, and do not wait for the baseline."""
+    with store.begin(baseline=baseline) as transaction:
+        for name, array in STATES[i].items():
+            transaction.write(name, array)
+
+
+@pytest.mark.parametrize("who", ["the same store", "another store"])
+def test_commit_does_not_wait_for_it_but_the_next_begin_does(
+    store: Store, directory: Path, held: Held, who: str
+) -> None:
+    commit(store, 2, directory)
+    assert [info.version for info in store.log()][-1] == "main@2", "it is published"
+    assert json.loads((directory / "baseline.json").read_bytes())["version"] == "main@1"
+    with contextlib.nullcontext(store) if who == "the same store" else dcr_store.open(store.url) as following:
+        held.goes_on_behind(lambda: publish(following, 3, directory))
+    assert "baseline.rebuild" not in held.seen
+    assert "baseline.lost" not in held.seen
     check(store, 4)
 
 
-def test_a_temporary_one_is_waited_for_too(store: Store) -> None:
-    gate, began = threading.Event(), threading.Event()
+def test_close_waits_for_it_in_each_thread(store: Store, directory: Path, held: Held) -> None:
+    publish(store, 3, None, "other")
+    commit(store, 2, directory)
+    with store.begin("other") as transaction:
+        for name, array in STATES[4].items():
+            transaction.write(name, array)
+    temporary = store._baselines["other"].directory
+    first = threading.Thread(target=store.close)
+    first.start()
+    assert held.waits.wait(LONG_S)
+    held.waits.clear()
+    held.goes_on_behind(store.close)
+    first.join(LONG_S)
+    assert held.seen.count("baseline.noted") == 3  # of a rebuilt temporary one, and of two advances
+    assert not temporary.exists()
+    assert json.loads((directory / "baseline.json").read_bytes())["version"] == "main@2"
 
-    def listen(event: events.Event) -> None:
-        if event.name == "baseline.chunk.advanced":
-            assert gate.wait(LONG_S)
+
+def test_a_temporary_one_is_waited_for_too(store: Store, held: Held) -> None:
+    publish(store, 0, None)
+    commit(store, 1, None)
+    held.goes_on_behind(lambda: publish(store, 2, None))
+    assert "baseline.rebuild" not in held.seen
+    check(store, 3)
+
+
+def test_an_anchor_on_a_history_that_cannot_be_read_waits_too(store: Store, held: Held) -> None:
+    """Or the advance would note its version over that of the anchor."""
+    publish(store, 0, None)
+    commit(store, 1, None)
+    store._objects.delete(store._catalog.resolve("main@1").row.manifest.key)
+    following = dcr_store.open(store.url)
+    following._baselines = store._baselines
+    following._used = store._used
 
     def go_on() -> None:
-        began.set()
-        assert rebuilds(store, 2, None) == 0
-        began.clear()
+        with pytest.warns(UserWarning, match="stored whole"):
+            publish(following, 2, None)
 
-    publish(store, 0, None)
-    with events.listening(listen):
-        with store.begin() as transaction:
-            for name, array in STATES[1].items():
-                transaction.write(name, array)
-        after = threading.Thread(target=go_on)
-        after.start()
-        assert began.wait(LONG_S)
-        after.join(0.2)
-        assert after.is_alive()
-        gate.set()
-        after.join(LONG_S)
-    assert not began.is_set(), "it ended as it should"
-    check(store, 3)
+    held.goes_on_behind(go_on)
+    assert [name for name in held.seen if name.startswith("baseline.")][-1] == "baseline.noted"
+    assert store._baselines["main"]._located is not None
+    assert store._baselines["main"]._located.name == "main@2"
+    assert_same(following.read("main@2"), STATES[2])
+
+
+def test_replaced_files_are_let_go(store: Store, directory: Path) -> None:
+    publish(store, 2, directory)
+    advancing = store.begin(baseline=directory)
+    advancing.write("only", np.arange(3000, dtype=np.int64))
+    advancing.commit()
+    store.close()
+    mapped = Path("/proc/self/maps").read_text()
+    assert not [line for line in mapped.splitlines() if str(directory) in line]
+
+
+def test_masks_are_dropped_where_no_thread_can_be_started(
+    store: Store, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise StorageError("cannot start a thread")
+
+    closed, close = list[ChunkSpool](), ChunkSpool.close
+    with monkeypatch.context() as patch:
+        patch.setattr("dcr_store.publish.baseline.Background", refuse)
+        patch.setattr(ChunkSpool, "close", lambda self: (closed.append(self), close(self))[1])
+        publish(store, 2, directory)
+    assert len(closed) == 1
+    assert rebuilds(store, 3, directory) == 1
+    check(store, 4)
 
 
 def test_a_forked_process_does_not_wait_for_its_parents_threads(store: Store, directory: Path) -> None:
@@ -275,8 +344,12 @@ def test_a_forked_process_does_not_wait_for_its_parents_threads(store: Store, di
                 transaction.write(name, array)
         child = os.fork()
         if child == 0:
-            store.close()
-            time.sleep(0.5)
+            signal.alarm(int(LONG_S))  # instead of waiting for ever
+            try:
+                store.close()
+                time.sleep(0.5)
+            except BaseException:
+                os._exit(1)
             os._exit(7)
         gate.set()
         assert rebuilds(store, 3, directory) == 0
@@ -288,7 +361,7 @@ def test_what_nobody_expected_is_told_once_and_mended(
     store: Store, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: ChunkSpool, space: str, chunk: int) -> bytes | None:
-        if threading.current_thread().name.startswith("dcr-behind"):
+        if threading.current_thread().name.startswith("dcr-background"):
             raise MemoryError("none left")
         return get(self, space, chunk)
 

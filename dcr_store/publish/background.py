@@ -1,4 +1,4 @@
-"""Work that goes on after whoever asked for it was answered.
+"""Work that goes on in the background, after whoever asked for it was answered.
 
 All of its threads are there from the start: the interpreter waits for them when it ends, but starts no more by then.
 Refuses nothing but a system that gives no thread.
@@ -17,10 +17,17 @@ from dcr_store.versions.workers import n_workers, worker_pool
 T = TypeVar("T")
 
 
-class Behind(Generic[T]):
-    """Calls ``work(item)`` for all items, in several threads, then once ``end(error)``, with the first error or None.
+class Background(Generic[T]):
+    """Calls ``work(item)`` for all items, in as many threads as there are cores, then once ``end(error)``.
 
-    After an error no other item is begun.
+    Parameters
+    ----------
+    items : sequence
+        Begun in this order.
+    work : callable
+        Called in several threads at once. After an error no other item is begun.
+    end : callable
+        Called in one of the threads, with the first error or None; in the caller's if there are no items.
 
     Raises
     ------
@@ -28,21 +35,24 @@ class Behind(Generic[T]):
         If no thread can be started: nothing was called.
     """
 
-    def __init__(self, items: Sequence[T], work: Callable[[T], None], end: Callable[[Exception | None], None]) -> None:
+    def __init__(
+        self, items: Sequence[T], work: Callable[[T], None], end: Callable[[BaseException | None], None]
+    ) -> None:
         self._items = iter(items)
         self._n_left = len(items)
         self._work, self._end = work, end
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._has_ended = False
+        self.has_failed = False  # in a way that `end` did not take in
         self._then: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._running: list[Future[None]] = []
         if not items:
             self._finish()
             return
-        pool = worker_pool("dcr-behind")
+        pool = worker_pool("dcr-background")
         try:
-            for _ in range(n_workers()):
+            for _ in range(min(n_workers(), len(items))):
                 self._running.append(pool.submit(self._run))
         except StorageError:
             if not self._running:
@@ -51,7 +61,10 @@ class Behind(Generic[T]):
             pool.shutdown(wait=False)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call something after the end: now, if that has come."""
+        """Call something once, after the end, in one of the threads; at once, in this thread, if the end has come.
+
+        Whoever waits goes on after that, which the callbacks of a future do not promise.
+        """
         with self._lock:
             if not self._has_ended:
                 self._then.append(call)
@@ -72,8 +85,9 @@ class Behind(Generic[T]):
             if self._error is None:
                 try:
                     self._work(item)
-                except Exception as error:  # for `end`, whatever it is
-                    self._error = error
+                except BaseException as error:  # for `end`, whatever it is: nobody may wait for ever
+                    with self._lock:
+                        self._error = self._error or error
             with self._lock:
                 self._n_left -= 1
                 is_last = self._n_left == 0
@@ -83,8 +97,14 @@ class Behind(Generic[T]):
     def _finish(self) -> None:
         try:
             self._end(self._error)
+        except BaseException:
+            self.has_failed = True
+            raise
         finally:
             with self._lock:
                 self._has_ended = True
+            # What they hold may be as large as a model: replaced files would stay on the disk as long as this does.
+            del self._work, self._end
             for call in self._then:
                 call()
+            self._then.clear()
