@@ -249,6 +249,9 @@ class Store:
 
         held, release = self._acquire_baseline(line, baseline)
         try:
+            # Not with the line's transaction open, which others wait for. For an anchor, too: an advance would note its
+            # version over that of the anchor.
+            held.wait()
             log = self._catalog.log(line)
             pending = begin(log, intent, check)
             try:

@@ -150,11 +150,16 @@ def init(arguments: argparse.Namespace) -> int:
 
 def publish(arguments: argparse.Namespace) -> int:
     """Publish a checkpoint."""
+    from dcr_store.targets.checkpoint import open_checkpoint
+
     ahead_of = _ahead_of(arguments)
     # Not resolved: beside a link means beside the link.
     checkpoint = Path(os.path.abspath(arguments.checkpoint))  # noqa: PTH100
     if not checkpoint.exists():
         raise NotFoundError("there is no such checkpoint; check the path", key=arguments.checkpoint)
+    # Before anything is begun, and a baseline fetched: what is no checkpoint, or not whole, leaves no trace.
+    with open_checkpoint(arguments.checkpoint):
+        pass
     with open_store(arguments) as store, progress.shown():
         beside = checkpoint.parent / ".dcr-baseline" / f"{store.store_id[:16]}-{arguments.line}"
         transaction = _begun(store, arguments, arguments.baseline or beside, ahead_of)

@@ -115,7 +115,7 @@ def _verb(name: str, parser: argparse.ArgumentParser, before: str = "") -> list[
 
 
 def _usage(action: argparse.Action) -> str:
-    optional = bool(action.option_strings) or action.nargs in ("?", "*")
+    optional = not action.required if action.option_strings else action.nargs in ("?", "*")
     return f"[{_shown(action)}]" if optional else _shown(action)
 
 

@@ -8,12 +8,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dcr_store.demo.drills import Drill
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+# Not for ever: the pull before it may have failed.
+_WHEN_BEGUN: Final = "for i in $(seq 999); do test -s policy/model.safetensors && break; sleep 0.01; done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +196,7 @@ def next_commands(outcome: Outcome) -> list[tuple[str, str]]:
         (f"{dcr} log {store}", ""),
         (f"{dcr} diff {store} {before} {last}", ""),
         (f"{dcr} checkout {store} {before} earlier", "a checkpoint for any engine"),
-        (f"rm -rf policy; timeout -s KILL 0.5 {dcr} pull {store} policy", "killed on its way"),
+        (f"rm -rf policy; {dcr} pull {store} policy & {_WHEN_BEGUN}; kill -9 $!", "killed on its way"),
         (f"{dcr} follow {store} policy --once", "goes on from there"),
         (f"{dcr} verify {store} {last} --against policy", "bit for bit"),
         (f"{dcr} verify {store} --deep", "replays every version"),

@@ -31,9 +31,9 @@ class Progress:
     def waits_for(self, newest: int | None) -> str:
         """Return what has to happen before the next promotion; `newest` is the number of the line's head."""
         state, proposed = self.state, self.state.proposed
-        waits = [f"{name} to be admitted" for name in state.awaited]
+        waits = [f"{name} to come" for name in state.awaited]
         if not waits and not state.members:
-            waits = ["a first member to be admitted"]
+            waits = ["a first member to come"]
         if proposed is not None:
             late = [name for name in state.members if name not in self.prepared]
             waits += [f"{name} to prepare {proposed.version}" for name in late]

@@ -1,7 +1,7 @@
 """Work that goes on in the background, after whoever asked for it was answered.
 
 All of its threads are there from the start: the interpreter waits for them when it ends, but starts no more by then.
-Refuses nothing but a system that gives no thread.
+Refuses nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Calls ``work(item)`` for all items, in as many threads as there are cores, then once ``end(error)``.
+    """From ``start`` on calls ``work(item)`` for all items, in a thread for each core, then once ``end(error)``.
 
     Parameters
     ----------
@@ -27,12 +27,8 @@ class Background(Generic[T]):
     work : callable
         Called in several threads at once. After an error no other item is begun.
     end : callable
-        Called in one of the threads, with the first error or None; in the caller's if there are no items.
-
-    Raises
-    ------
-    StorageError
-        If no thread can be started: nothing was called.
+        Called with the first error or None, in one of the threads; in the caller's if there are no items, or if no
+        thread can be started, which then is the error, a ``StorageError``.
     """
 
     def __init__(
@@ -47,16 +43,20 @@ class Background(Generic[T]):
         self._then: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._running: list[Future[None]] = []
-        if not items:
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        if self._n_left == 0:
             self._finish()
             return
         pool = worker_pool("dcr-background")
         try:
-            for _ in range(min(n_workers(), len(items))):
+            for _ in range(min(n_workers(), self._n_left)):
                 self._running.append(pool.submit(self._run))
-        except StorageError:
-            if not self._running:
-                raise
+        except StorageError as error:
+            if not self._running:  # one is enough
+                self._error = error
+                self._finish()
         finally:
             pool.shutdown(wait=False)
 

@@ -113,7 +113,7 @@ class Baseline:
     def use(self, catalog: Catalog, located: Located) -> None:
         """Make this the baseline of a committed version, bringing the files there if they are elsewhere.
 
-        An advance that went on has been waited for.
+        An advance that went on has been waited for (``wait``).
         """
         contents = catalog.contents(located)
         self._catalog, before = catalog, self._located
@@ -241,10 +241,8 @@ class Baseline:
                     raise error
             self._located = located
 
-        try:
-            self._advancing = Background(list(_batches(masks.places(), _N_TOGETHER)), apply_all, end)
-        except StorageError as error:  # no thread to be had
-            end(error)
+        self._advancing = Background(list(_batches(masks.places(), _N_TOGETHER)), apply_all, end)
+        self._advancing.start()  # known by now, so that the lock is kept, whatever interrupts this
 
     def wait(self) -> None:
         """Wait until an advance that goes on has ended; raises, once, what that did not expect."""
@@ -376,7 +374,7 @@ class Baseline:
 
 def _checked(directory: str | os.PathLike[str]) -> Path:
     """Return a place for a baseline; refuse one that is a checkpoint or in a store, before anything is written."""
-    place = local_path(directory, "baseline")
+    place = local_path(directory, "baseline").absolute()  # it is written to after the commit, wherever this is run then
     refuse_inside_store(place, "the baseline")
     with contextlib.suppress(OSError):  # which says itself what is wrong when the directory is made
         if weights := sorted(path.name for path in place.iterdir() if path.name.endswith(SUFFIX)):

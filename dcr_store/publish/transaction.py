@@ -89,7 +89,6 @@ class Transaction:
         self._writer: DeltaWriter | AnchorWriter
         durable = read_durable(catalog.objects, self._keys, WRITER) if pending.attempt else {}
         self._durable = durable
-        baseline.wait()  # for an anchor, too: an advance would note its version over that of the anchor
         head = log.state.head
         if head is None:
             self._writer = self._anchor_writer()

@@ -504,6 +504,26 @@ def test_checkpoints_that_are_none(store: Path, tmp_path: Path) -> None:
     assert len(document("log", store)["versions"]) == 3
 
 
+@pytest.mark.parametrize("harm", ["empty", "truncated", "a shard is missing"])
+def test_what_is_no_whole_checkpoint_leaves_no_trace(
+    broken: Path, checkpoints: list[Path], tmp_path: Path, harm: str
+) -> None:
+    checkpoint = Path(shutil.copytree(checkpoints[2], tmp_path / "run"))
+    shutil.rmtree(checkpoint / ".dcr-baseline", ignore_errors=True)
+    weights = sorted(checkpoint.glob("*.safetensors"))[0]
+    if harm == "truncated":
+        os.truncate(weights, weights.stat().st_size - 1)
+    else:
+        weights.unlink()
+        if harm == "a shard is missing":
+            names = {"weight_map": {"x": weights.name}}
+            (checkpoint / "model.safetensors.index.json").write_text(json.dumps(names))
+    before = sorted(broken.rglob("*"))
+    assert str(checkpoint) in refused("publish", broken, checkpoint)
+    assert sorted(broken.rglob("*")) == before
+    assert not (tmp_path / ".dcr-baseline").exists()
+
+
 def test_an_index_that_names_a_file_elsewhere(store: Path, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "c" / "inner", 1)
     (checkpoint / "model.safetensors").rename(tmp_path / "c" / "outside.safetensors")

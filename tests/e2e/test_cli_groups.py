@@ -88,7 +88,7 @@ def test_the_life_of_a_group(shell: Shell, place: Path) -> None:
         "root": None,
         "proposed": None,
         "lag": 2,
-        "waits_for": "r1 to be admitted, r2 to be admitted",
+        "waits_for": "r1 to come, r2 to come",
         "admission": "expected",
         "proposing": "newest",
         "drop_after_s": 60,
@@ -147,7 +147,7 @@ def test_status(shell: Shell, place: Path) -> None:
     ]
     assert (found["groups"][1]["admission"], found["groups"][1]["proposing"]) == ("anyone", "manual")
     told = shell.text("status", place)
-    for words in ("main@2 by run-17", "applies main@1", "a first member to be admitted", "the next version of main"):
+    for words in ("main@2 by run-17", "applies main@1", "a first member to come", "the next version of main"):
         assert words in told
     pending.abort()
 
@@ -223,4 +223,4 @@ def test_refusals(shell: Shell, place: Path) -> None:
 def test_as_a_process(place: Path) -> None:
     command = [sys.executable, "-m", "dcr_store", "group", str(place), "create", "eu", "r1", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert json.loads(done.stdout)["waits_for"] == "r1 to be admitted"
+    assert json.loads(done.stdout)["waits_for"] == "r1 to come"

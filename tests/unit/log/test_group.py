@@ -395,7 +395,7 @@ def test_what_a_promotion_waits_for(objects: Watched) -> None:
         return read_progress(log, acks)
 
     log.create("main", ["a", "b"], Policy())
-    assert now().waits_for(None) == "a to be admitted, b to be admitted"
+    assert now().waits_for(None) == "a to come, b to come"
     for name in ("a", "b"):
         log.admit(name, incarnation(name))
     assert now().waits_for(None) == "the next version of main"
@@ -415,7 +415,7 @@ def test_what_a_promotion_waits_for(objects: Watched) -> None:
     assert now().waits_for(5) == "the next version of main, or an operator to propose one"
     for name in ("a", "b"):
         log.drop(name, "gone")
-    assert now().waits_for(5) == "a first member to be admitted"
+    assert now().waits_for(5) == "a first member to come"
     by_hand = opened(objects, "us")
     by_hand.create("main", [], Policy(admission="anyone", proposing="manual"))
     by_hand.admit("a", incarnation("a"))

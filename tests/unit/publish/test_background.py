@@ -26,6 +26,7 @@ def test_all_items_then_the_end_then_the_rest() -> None:
         seen.append(item)
 
     going = Background(list(range(100)), work, lambda error: seen.append(("end", error)))
+    going.start()
     going.then(lambda: seen.append("then"))
     assert seen == [], "whoever asked for it has gone on"
     gate.set()
@@ -39,6 +40,8 @@ def test_all_items_then_the_end_then_the_rest() -> None:
 def test_nothing_to_do_has_ended_at_once() -> None:
     seen: list[object] = []
     going: Background[int] = Background([], seen.append, seen.append)
+    assert seen == []
+    going.start()
     assert seen == [None]
     going.then(lambda: seen.append("then"))
     going.wait()
@@ -59,7 +62,9 @@ def test_after_an_error_nothing_is_begun(fault: type[BaseException]) -> None:
         seen.append(item)
 
     ends: list[BaseException | None] = []
-    Background(list(range(1000)), work, ends.append).wait()
+    going = Background(list(range(1000)), work, ends.append)
+    going.start()
+    going.wait()
     assert [str(error) for error in ends] == ["first"]
     assert len(seen) < 2 * n_workers(), "only what had been begun when it failed"
 
@@ -72,6 +77,7 @@ def test_an_end_that_fails_is_told_to_who_waits_and_the_rest_follows() -> None:
         raise KeyError("end")
 
     going = Background([1], lambda item: bool(gate.wait(LONG_S)) or None, end)
+    going.start()
     going.then(lambda: seen.append("then"))
     gate.set()
     with pytest.raises(KeyError, match="end"):
@@ -82,7 +88,7 @@ def test_an_end_that_fails_is_told_to_who_waits_and_the_rest_follows() -> None:
 
 @pytest.mark.parametrize("n_given", [0, 1])
 def test_where_threads_are_not_given(n_given: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is enough; without any nothing is called, not even the end."""
+    """One is enough; without any there is the end alone."""
     start, n_left = threading.Thread.start, [n_given]
 
     def start_some(thread: threading.Thread) -> None:
@@ -98,17 +104,15 @@ def test_where_threads_are_not_given(n_given: int, monkeypatch: pytest.MonkeyPat
         assert gate.wait(LONG_S)
         seen.append(item)
 
-    def make() -> Background[int]:
-        return Background(list(range(10)), work, lambda error: seen.append(error))
-
+    going = Background(list(range(10)), work, seen.append)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start_some)
-        if n_given == 0:
-            with pytest.raises(StorageError, match="cannot start a thread"):
-                make()
-            assert seen == []
-            return
-        going = make()
+        going.start()
+    if n_given == 0:
+        assert [type(error) for error in seen] == [StorageError]
+        going.then(lambda: seen.append("then"))
+        assert seen[1:] == ["then"]
+        return
     gate.set()
     going.wait()
     assert seen == [*range(10), None]
@@ -128,6 +132,7 @@ def test_it_keeps_nothing_that_it_was_given() -> None:
     alive = weakref.ref(large)
     going = Background([1, 2, 3], large.work, large.end)
     del large
+    going.start()
     going.wait()
     for _ in range(1000):  # the other thread may be about to leave
         if alive() is None:
@@ -140,7 +145,7 @@ def test_the_interpreter_waits_for_it() -> None:
     code = (
         "import threading, time\n"
         "from dcr_store.publish.background import Background\n"
-        "Background(range(40), lambda item: time.sleep(0.01), lambda error: print('end', error, flush=True))\n"
+        "Background(range(40), lambda item: time.sleep(0.01), lambda error: print('end', error, flush=True)).start()\n"
         "print('main', flush=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

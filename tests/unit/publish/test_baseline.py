@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ import dcr_store
 from dcr_store import events
 from dcr_store.errors import ConflictError, StorageError
 from dcr_store.format import canonical
+from dcr_store.objects.threads import Threads
+from dcr_store.publish.background import Background
 from dcr_store.publish.baseline import Baseline
 from dcr_store.publish.spool import ChunkSpool
 from dcr_store.store import Store
@@ -314,15 +317,65 @@ def test_replaced_files_are_let_go(store: Store, directory: Path) -> None:
     assert not [line for line in mapped.splitlines() if str(directory) in line]
 
 
+def test_who_changes_directory_after_the_commit_changes_nothing(
+    store: Store, directory: Path, tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(directory.parent)
+    commit(store, 2, Path(directory.name))
+    elsewhere = tmp_path / "elsewhere" / directory.name
+    elsewhere.mkdir(parents=True)
+    monkeypatch.chdir(elsewhere.parent)
+    held.goes_on_behind(store.close)
+    assert list(elsewhere.iterdir()) == []
+    assert json.loads((directory / "baseline.json").read_bytes())["version"] == "main@2"
+
+
+def test_an_interrupt_while_it_is_waited_for_leaves_nothing_open(
+    store: Store, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: Baseline) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Baseline, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.begin(baseline=directory)
+    assert store._catalog.log("main").refresh().open is None
+    assert rebuilds(store, 2, directory) == 0
+
+
+def test_an_interrupt_while_it_starts_keeps_the_lock_until_it_has_ended(
+    store: Store, directory: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Background.start
+
+    def interrupted(self: Background[object]) -> None:
+        start(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Background, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            commit(store, 2, directory)
+    held.goes_on_behind(lambda: publish(store, 3, directory))
+    assert "baseline.rebuild" not in held.seen
+    check(store, 4)
+
+
 def test_masks_are_dropped_where_no_thread_can_be_started(
     store: Store, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
         raise StorageError("cannot start a thread")
 
+    submit = Threads.submit
+
+    def refuse_background(self: Threads, *arguments: Any) -> Any:
+        return (refuse if self._thread_name_prefix == "dcr-background" else submit)(self, *arguments)
+
     closed, close = list[ChunkSpool](), ChunkSpool.close
     with monkeypatch.context() as patch:
-        patch.setattr("dcr_store.publish.baseline.Background", refuse)
+        patch.setattr(Threads, "submit", refuse_background)
         patch.setattr(ChunkSpool, "close", lambda self: (closed.append(self), close(self))[1])
         publish(store, 2, directory)
     assert len(closed) == 1

@@ -83,7 +83,7 @@ class TestWaiting:
 
         with pytest.raises(LagError, match=r"main@0 is committed, but not promoted everywhere after 0\.1 s") as caught:
             commit()
-        assert "group eu is at no version and waits for b to be admitted" in str(caught.value)
+        assert "group eu is at no version and waits for b to come" in str(caught.value)
         assert (caught.value.kind, caught.value.key) == ("lag", "main@0")
         assert str(caught.value).endswith("; commit again to go on waiting")
         assert [info.version for info in store.log()] == ["main@0"]
