@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -37,7 +36,7 @@ from dcr_store.targets.checkpoint_listing import SUFFIX
 from dcr_store.targets.own_directories import BASELINE_TAG, LOCK, refuse_inside_store
 from dcr_store.targets.paths import local_path
 from dcr_store.targets.space_file import SpaceFiles
-from dcr_store.targets.temporary import make_locked
+from dcr_store.targets.temporary import make_locked, remove
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
 from dcr_store.versions.replay import classify, digests, everywhere, replay
@@ -402,7 +401,7 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 def _remove(directory: str, pid: int) -> None:
     if pid == os.getpid():
-        shutil.rmtree(directory, ignore_errors=True)
+        remove(Path(directory))
 
 
 def _batches(items: list[tuple[str, int]], n_items: int) -> Iterator[list[tuple[str, int]]]:

@@ -7,7 +7,6 @@ log says which, digests say where the target is, the spool only saves time. Refu
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from dcr_store.receive.results import Active, Applied, Polled, Prepared
 from dcr_store.receive.spool import Spool
 from dcr_store.targets.own_directories import refuse_inside_store
 from dcr_store.targets.paths import local_path
-from dcr_store.targets.temporary import make_locked
+from dcr_store.targets.temporary import make_locked, remove
 from dcr_store.versions.catalog import Located
 
 
@@ -311,7 +310,7 @@ def _spool_place(bringer: Bringer, given: str | os.PathLike[str] | None) -> tupl
         raise StorageError(f"there is no place for a spool: {error.strerror}; name one", key=gettempdir()) from error
 
     def release() -> None:
-        shutil.rmtree(directory, ignore_errors=True)
+        remove(directory)
         os.close(descriptor)
 
     return directory, release

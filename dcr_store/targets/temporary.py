@@ -43,9 +43,20 @@ def sweep(prefix: str) -> None:
                 descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
                     if _try_lock(descriptor):
-                        shutil.rmtree(directory, ignore_errors=True)
+                        remove(directory)
                 finally:
                     os.close(descriptor)
+
+
+def remove(directory: Path) -> None:
+    """Remove such a directory, as far as that can be done; its lock last: what a kill leaves must be found by it."""
+    with contextlib.suppress(OSError):
+        for path in list(directory.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != LOCK:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _ours(prefix: str) -> Iterator[Path]:
