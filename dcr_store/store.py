@@ -249,6 +249,8 @@ class Store:
 
         held, release = self._acquire_baseline(line, baseline)
         try:
+            with self._lock:
+                self._used.add(held)
             # Not with the line's transaction open, which others wait for. For an anchor, too: an advance would note its
             # version over that of the anchor.
             held.wait()
@@ -268,8 +270,6 @@ class Store:
 
         if directory is not None:
             held = Baseline(directory, self.store_id, line, self.chunk_elements)
-            with self._lock:
-                self._used.add(held)
             return held, held.close
         with self._lock:
             kept = self._baselines.pop(line, None)
@@ -277,8 +277,6 @@ class Store:
             kept.close()
             kept = None
         held = kept or Baseline(None, self.store_id, line, self.chunk_elements)
-        with self._lock:
-            self._used.add(held)
 
         def release() -> None:
             with self._lock:
