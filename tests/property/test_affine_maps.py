@@ -19,6 +19,7 @@ from dcr_store.errors import FormatError, InvalidInputError
 from dcr_store.layout import slices
 from dcr_store.layout.affine_map import AffineMap, coverage, holders
 from dcr_store.layout.boxes import Box, Dim, box, clipped, join, merged, shared
+from dcr_store.layout.read_off import read_off
 
 Places = np.ndarray[Any, np.dtype[np.int64]]
 STEP = 1 << 20  # places of the n-th tensor begin at n * STEP
@@ -316,3 +317,57 @@ def test_broken_documents_are_refused_by_name() -> None:
         with pytest.raises(FormatError, match=r"map\.json"):
             AffineMap.from_bytes(good.replace(old, new), "map.json")
     assert AffineMap.from_bytes(good, "map.json").to_bytes() == good
+
+
+# ---------------------------------------------------------------------- boxes read off moves
+
+
+@given(made())
+@settings(max_examples=300)
+def test_boxes_read_off_moves_hold_them_all(found: Slice) -> None:
+    for name, full in found.mapped.tensors.items():
+        here = found.mapped.local_of(name, np.arange(math.prod(full)))
+        there = np.flatnonzero(here >= 0)
+        items = read_off(here[there], there)
+        assert items is not None
+        pairs = [pair for item in items for pair in zip(*(side.tolist() for side in item.positions()), strict=True)]
+        assert sorted(pairs, key=lambda pair: pair[1]) == list(zip(here[there].tolist(), there.tolist(), strict=True))
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(0, 1 << 30))
+def test_boxes_read_off_any_moves_hold_them_all(held: list[bool], seed: int) -> None:
+    there = np.flatnonzero(held)
+    here = np.random.default_rng(seed).permutation(len(held))[: len(there)].astype(np.int64)
+    items = read_off(here, there)
+    assert items is not None
+    pairs = [pair for item in items for pair in zip(*(side.tolist() for side in item.positions()), strict=True)]
+    assert sorted(pairs, key=lambda pair: pair[1]) == list(zip(here.tolist(), there.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "mapped",
+    [
+        slices.whole("w", "BF16", (64, 32)),
+        slices.row_parallel("w", "BF16", (64, 32), 1, 4),
+        slices.transposed(slices.whole("w", "BF16", (64, 32))),
+        slices.transposed(slices.row_parallel("w", "BF16", (64, 32), 2, 4)),
+        slices.permuted(slices.part("w", "BF16", (6, 5, 4, 8), (1, 0, 1, 3), (4, 5, 2, 3)), (2, 0, 3, 1)),
+        slices.qkv({"q": (64, 8), "k": (16, 8), "v": (16, 8)}, "BF16", 4, 0, 1),
+        slices.qkv({"q": (64, 8), "k": (16, 8), "v": (16, 8)}, "BF16", 4, 1, 2),
+        slices.stacked_experts(
+            {f"e{i}": (6, 4) for i in range(4)}, "BF16", is_transposed=True, dim=0, rank=1, n_ranks=2
+        ),
+        slices.padded_vocabulary("w", "BF16", (50, 4), 64, 3, 4),
+        slices.fused({"z": (8, 3), "x": (8, 3), "dt": (2, 3)}, "BF16", 1, 2),
+    ],
+)
+def test_usual_slices_are_read_off_as_they_are_built(mapped: AffineMap) -> None:
+    for name, full in mapped.tensors.items():
+        here = mapped.local_of(name, np.arange(math.prod(full)))
+        there = np.flatnonzero(here >= 0)
+        assert tuple(read_off(here[there], there) or ()) == mapped.boxes[name]
+
+
+def test_moves_without_any_order_are_refused() -> None:
+    n = 1 << 16
+    assert read_off(np.random.default_rng(0).permutation(n).astype(np.int64), np.arange(n)) is None
