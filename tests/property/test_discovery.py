@@ -1,0 +1,320 @@
+"""Discovery against exporters made at random: every exact move is found, nothing else is taken for one.
+
+An exporter is a list of steps. Each step works on a pair: the tensor itself, and where each of its values comes from,
+an int64 array of the same shape (-1: computed), on which the model does the same by NumPy's own operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcr_store.errors import InvalidInputError
+from dcr_store.layout import slices as slices_of
+from dcr_store.layout.affine_map import AffineMap
+from dcr_store.layout.discovery import Discovery, discover
+
+Array = np.ndarray[Any, Any]
+Pair = tuple[Array, Array]
+Step = Callable[[list[Pair]], list[Pair]]
+
+DTYPES = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
+    "C64": np.dtype(np.complex64),
+    "C128": np.dtype(np.complex128),
+}
+STEP = 1 << 20
+
+
+@dataclass
+class Case:
+    """Slices, the steps of an exporter, and what the model says of each output's values."""
+
+    slices: dict[str, Array]
+    steps: list[Step]
+    sources: dict[str, str]
+
+    def pairs(self, slices: dict[str, Array]) -> list[Pair]:
+        found = [(array, origins(index, array.shape)) for index, array in enumerate(slices.values())]
+        with np.errstate(all="ignore"):
+            for step in self.steps:
+                found = step(found)
+        return found
+
+    def export(self, slices: dict[str, Array]) -> Iterator[tuple[str, Array]]:
+        for index, (array, _) in enumerate(self.pairs(slices)):
+            yield f"out.{index}", array
+
+
+def origins(index: int, shape: tuple[int, ...]) -> Array:
+    return index * STEP + np.arange(math.prod(shape)).reshape(shape)
+
+
+def on(index: int, move: Callable[[Array], Array]) -> Step:
+    """The same operation on tensor and origins."""
+
+    def step(pairs: list[Pair]) -> list[Pair]:
+        at = index % len(pairs)
+        changed = (move(pairs[at][0]), move(pairs[at][1]))
+        return [*pairs[:at], changed, *pairs[at + 1 :]]
+
+    return step
+
+
+def computed(index: int, compute: Callable[[Array], Array]) -> Step:
+    """An operation after which no value is a slice's; not on dtypes that it does not know.
+
+    Nor on what was computed already: a second minus would make it the slice's again.
+    """
+
+    def step(pairs: list[Pair]) -> list[Pair]:
+        at = index % len(pairs)
+        tensor = pairs[at][0]
+        if tensor.dtype.kind in "biuc" or (pairs[at][1] < 0).any():
+            return pairs
+        changed = (compute(tensor), np.full(tensor.shape, -1))
+        return [*pairs[:at], changed, *pairs[at + 1 :]]
+
+    return step
+
+
+def narrow(dim: int, start: int, n: int, step: int) -> Callable[[Array], Array]:
+    def move(array: Array) -> Array:
+        if array.ndim == 0:
+            return array
+        cut = [slice(None)] * array.ndim
+        first = start % (array.shape[dim % array.ndim] + 1)
+        cut[dim % array.ndim] = slice(first, first + n, step)
+        return array[tuple(cut)]
+
+    return move
+
+
+def permute(seed: int) -> Callable[[Array], Array]:
+    return lambda array: array.transpose(np.random.default_rng(seed).permutation(array.ndim))
+
+
+def reshape(size: int) -> Callable[[Array], Array]:
+    return lambda array: array.reshape(size, -1) if array.size and array.size % size == 0 else array.reshape(-1)
+
+
+def pad(n: int) -> Step:
+    """Zeros at the end of the first tensor: they come from nowhere."""
+
+    def step(pairs: list[Pair]) -> list[Pair]:
+        tensor, places = pairs[0]
+        if tensor.ndim == 0:
+            return pairs
+        more = [(0, n), *[(0, 0)] * (tensor.ndim - 1)]
+        wide = np.concatenate([tensor, np.zeros((n, *tensor.shape[1:]), tensor.dtype)])
+        return [(wide, np.pad(places, more, constant_values=-1)), *pairs[1:]]
+
+    return step
+
+
+def join(first: int, second: int, *, is_mixed: bool) -> Step:
+    """Two tensors of one dtype as one, in turn or one after the other."""
+
+    def step(pairs: list[Pair]) -> list[Pair]:
+        a, b = first % len(pairs), second % len(pairs)
+        if a == b or pairs[a][0].dtype != pairs[b][0].dtype:
+            return pairs
+        if is_mixed and pairs[a][0].shape == pairs[b][0].shape:
+            both = tuple(np.stack([pairs[a][side], pairs[b][side]], -1) for side in (0, 1))
+        else:
+            both = tuple(np.concatenate([pairs[a][side].ravel(), pairs[b][side].ravel()]) for side in (0, 1))
+        return [*[pair for index, pair in enumerate(pairs) if index not in (a, b)], (both[0], both[1])]
+
+    return step
+
+
+def tie(index: int) -> Step:
+    return lambda pairs: [*pairs, pairs[index % len(pairs)]]
+
+
+def drop(index: int) -> Step:
+    return lambda pairs: [pair for at, pair in enumerate(pairs) if at != index % len(pairs) or len(pairs) == 1]
+
+
+def blend(index: int, how: Callable[[Array, Array], Array]) -> Step:
+    """Two tensors of one shape and dtype computed to one, value by value."""
+
+    def step(pairs: list[Pair]) -> list[Pair]:
+        at = index % len(pairs)
+        tensor = pairs[at][0]
+        other = np.roll(tensor, 1)
+        if tensor.dtype.kind in "biuc" or tensor.size < 2 or (pairs[at][1] < 0).any():
+            return pairs
+        changed = (how(tensor, other).astype(tensor.dtype), np.full(tensor.shape, -1))
+        return [*pairs[:at], changed, *pairs[at + 1 :]]
+
+    return step
+
+
+ARITHMETIC: list[Callable[[Array], Array]] = [
+    lambda x: x + x.dtype.type(1),
+    lambda x: x + x.dtype.type(0),
+    lambda x: x * x.dtype.type(2),
+    lambda x: x * x.dtype.type(0.5),
+    lambda x: -x,
+    lambda x: abs(x),
+    lambda x: np.where(x > x.dtype.type(0), x, x.dtype.type(0)),
+    lambda x: np.minimum(x, x.dtype.type(64)),
+    lambda x: np.clip(x.astype(np.float64), -1e-3, 1e30).astype(x.dtype),
+    lambda x: x.astype(ml_dtypes.float8_e5m2).astype(x.dtype) if x.dtype.itemsize > 1 else -x,
+    lambda x: x.astype(np.float16 if x.dtype != np.float16 else ml_dtypes.bfloat16),
+    lambda x: np.round(x.astype(np.float64)).astype(x.dtype),
+]
+BLENDS: list[Callable[[Array, Array], Array]] = [
+    lambda a, b: (a.astype(np.float64) + b.astype(np.float64)) / 2,
+    lambda a, b: np.maximum(a, b),
+    lambda a, b: np.where(a.astype(np.float64) >= b.astype(np.float64), a, b),
+    lambda a, b: np.where(a > a.dtype.type(0), a, b),
+    lambda a, b: a * b,
+]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    names = draw(st.lists(st.sampled_from(sorted(DTYPES)), min_size=1, max_size=3))
+    if draw(st.booleans()):
+        names = names[:1] * len(names)
+    slices = {}
+    for index, name in enumerate(names):
+        shape = draw(st.lists(st.integers(1, 7), max_size=3))
+        slices[f"s{index}"] = np.zeros(shape, DTYPES[name])
+    index = st.integers(0, 5)
+    moves = st.one_of(
+        st.builds(on, index, st.builds(narrow, index, index, st.integers(0, 5), st.integers(1, 3))),
+        st.builds(on, index, st.builds(permute, index)),
+        st.builds(on, index, st.builds(reshape, st.integers(1, 4))),
+        st.builds(pad, st.integers(0, 3)),
+        st.builds(join, index, index, is_mixed=st.booleans()),
+        st.builds(tie, index),
+        st.builds(drop, index),
+        st.builds(computed, index, st.sampled_from(ARITHMETIC)),
+        st.builds(blend, index, st.sampled_from(BLENDS)),
+    )
+    return Case(slices, draw(st.lists(moves, max_size=8)), dict(zip(slices, names, strict=True)))
+
+
+def found_by(discovery: Discovery, case: Case, name: str) -> Array:
+    """What the maps say of each value of an output."""
+    dtype, shape = discovery.tensors[name]
+    found = np.full(math.prod(shape), -1)
+    for index, (source, mapped) in enumerate(discovery.maps[0].items()):
+        if name in mapped.tensors:
+            assert case.sources[source] == dtype
+            here = mapped.local_of(name, np.arange(len(found)))
+            assert not ((here >= 0) & (found >= 0)).any()
+            found = np.where(here >= 0, index * STEP + here, found)
+    for part in discovery.residual:
+        if part.tensor == name:
+            assert (found[part.start : part.stop] == -1).all()
+            found[part.start : part.stop] = -2
+    assert (found != -1).all(), "each value is moved or residual"
+    return np.where(found == -2, -1, found).reshape(shape)
+
+
+@given(cases())
+@settings(max_examples=500, deadline=None)
+def test_moves_are_found_and_nothing_else_is(case: Case) -> None:
+    discovery = discover(case.export, case.slices)
+    wanted = case.pairs(case.slices)
+    assert list(discovery.tensors) == [f"out.{index}" for index in range(len(wanted))]
+    for index, (tensor, places) in enumerate(wanted):
+        assert discovery.tensors[f"out.{index}"][1] == tensor.shape
+        assert np.array_equal(found_by(discovery, case, f"out.{index}"), places)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_many_values_need_several_digits(dtype: str) -> None:
+    given_slices = {"a": np.zeros((300, 40), DTYPES[dtype]), "b": np.zeros(70_000, DTYPES[dtype])}
+    found = discover(lambda s: [("w", s["a"].T), ("v", s["b"][:0:-1][::-1])], given_slices)
+    assert found.residual == ()
+    assert found.maps[0]["a"] == slices_of.transposed(slices_of.whole("w", dtype, (40, 300)))
+    assert found.maps[0]["b"] == slices_of.padded(slices_of.whole("v", dtype, (69_999,)), (70_000,)) or found.maps[0][
+        "b"
+    ].canonical_of("v", np.arange(70_000)).tolist() == [-1, *range(69_999)]
+
+
+def test_all_ranks_are_found_where_the_exporter_gathers() -> None:
+    torch = pytest.importorskip("torch")
+
+    def export(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """As a tensor-parallel exporter: gate and up of all ranks, one after the other."""
+        halves = [rank["fc1"].chunk(2) for rank in ranks]
+        yield "gate", torch.cat([gate for gate, _ in halves])
+        yield "up", torch.cat([up for _, up in halves])
+        yield "norm", ranks[0]["norm"] + 1
+
+    given_slices = [
+        {"fc1": torch.zeros(8, 6, dtype=torch.bfloat16), "norm": torch.zeros(6, dtype=torch.bfloat16)} for _ in range(2)
+    ]
+    found = discover(export, given_slices)
+    for rank in range(2):
+        wanted = slices_of.fused({"gate": (8, 6), "up": (8, 6)}, "BF16", rank, 2)
+        assert found.maps[rank]["fc1"] == wanted
+        assert found.maps[rank]["norm"].n_values == 0
+    assert [(part.tensor, part.start, part.stop) for part in found.residual] == [("norm", 0, 6)]
+    assert found.residual[0].reason.startswith("computed")
+
+
+def test_reasons_name_what_happens() -> None:
+    given_slices = {"w": np.zeros((4, 4), np.float32)}
+    found = discover(
+        lambda s: [
+            ("cast", s["w"].astype(np.float16)),
+            ("added", s["w"] + 1),
+            ("made", np.ones(3, np.float32)),
+            ("rows", np.concatenate([s["w"][:2], np.zeros((2, 4), np.float32)])),
+        ],
+        given_slices,
+    )
+    assert [(part.tensor, part.start, part.stop, part.reason.split(":")[0]) for part in found.residual] == [
+        ("cast", 0, 16, "cast"),
+        ("added", 0, 16, "computed"),
+        ("made", 0, 3, "made from nothing"),
+        ("rows", 8, 16, "made from nothing"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("export", "message"),
+    [
+        (lambda s: [("w", s["w"]), ("w", s["w"])], "twice"),
+        (lambda s: [("w", [1, 2])], "no tensor"),
+        (lambda s: [(f"w{int(s['w'][0])}", s["w"])], "another run|other tensors|another tensor"),
+        (lambda s: [("w", s["w"][: 1 + int(s["w"][0] == 1)])], "another tensor"),
+    ],
+)
+def test_exporters_that_are_none_are_refused(export: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        discover(export, {"w": np.zeros(3, np.float32)})
+
+
+def test_what_an_exporter_changes_in_place_does_not_count() -> None:
+    def export(given: dict[str, Array]) -> list[tuple[str, Array]]:
+        given["a"] += np.float32(1)
+        return [("a", given["a"]), ("b", given["b"])]
+
+    found = discover(export, {"a": np.zeros(5, np.float32), "b": np.zeros(5, np.float32)})
+    assert [part.tensor for part in found.residual] == ["a"]
+    assert isinstance(found.maps[0]["b"], AffineMap)
