@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dcr_store.layout.affine_map import AffineMap as AffineMap
+    from dcr_store.layout.discovery import discover as discover
     from dcr_store.store import Store, create, open
     from dcr_store.targets.native.target import NativeLoaderTarget as NativeLoaderTarget
 
@@ -24,6 +26,14 @@ def __getattr__(name: str) -> object:
         from dcr_store import store
 
         return getattr(store, name)
+    if name == "AffineMap":
+        from dcr_store.layout.affine_map import AffineMap
+
+        return AffineMap
+    if name == "discover":
+        from dcr_store.layout.discovery import discover
+
+        return discover
     if name == "NativeLoaderTarget":
         from dcr_store.targets.native.target import NativeLoaderTarget
 

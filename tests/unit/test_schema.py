@@ -70,7 +70,7 @@ def at(document: Any, place: tuple[Any, ...]) -> Any:
 
 def test_every_document_has_a_schema_and_both_kinds_of_examples() -> None:
     of_lines = ["journal", "layout", "log-checkpoint", "log-hint", "log-record", "manifest", "store"]
-    assert ["group-ack", "group-checkpoint", "group-record", *of_lines] == DOCUMENTS
+    assert ["affine-map", "group-ack", "group-checkpoint", "group-record", *of_lines] == DOCUMENTS
     for examples in (VALID, INVALID):
         assert {example["schema"] for example in examples.values()} == set(DOCUMENTS)
         for name, example in examples.items():
