@@ -13,8 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,16 +21,13 @@ from numpy.typing import NDArray
 from dcr_store.errors import FormatError, InvalidInputError
 from dcr_store.format import canonical
 from dcr_store.format.fields import MAX_COUNT, Fields
-from dcr_store.layout.boxes import Box, Dim, box, clipped, join, merged, shared
+from dcr_store.layout.boxes import Box, Dim, box, clipped, join, merged
+from dcr_store.layout.coverage import Coverage, Part, covered
 from dcr_store.layout.dtypes import DType, n_elements, shown
 from dcr_store.layout.dtypes import dtype as dtype_row
 from dcr_store.layout.entry import name_problem
 
 FORMAT: Final = "dcr-affine-map"
-_WINDOW: Final = 1 << 24  # elements that are looked at one by one, where boxes do not say enough
-_PAIR_COST: Final = 20_000  # elements that can be counted in the time that a pair of boxes takes
-_SMALL: Final = 1 << 20
-MAX_PARTS: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -266,55 +262,8 @@ def _require_inside(name: str, boxes: Sequence[Box], n_local: int, n_canonical: 
                 expected=f"{n_canonical} values",
                 found=f"number {item.there_stop - 1}",
             )
-    for cluster in _clusters(boxes):
-        span = cluster[-1].there_stop - cluster[0].there
-        if len(cluster) > 1 and not _are_apart(cluster, span) and (doubled := _first_doubled(cluster)) is not None:
-            raise InvalidInputError(f"the slice has two values for one of the tensor, number {doubled}", key=name)
-
-
-def _first_doubled(cluster: Sequence[Box]) -> int | None:
-    stop = max(item.there_stop for item in cluster)
-    for low, counts in _counted(cluster, cluster[0].there, stop):
-        if (counts > 1).any():
-            return low + int(np.argmax(counts > 1))
-    return None
-
-
-# ---------------------------------------------------------------------- coverage
-
-
-class Part(NamedTuple):
-    """Adjacent values of a canonical tensor, in C order."""
-
-    tensor: str
-    start: int
-    stop: int
-
-    def __str__(self) -> str:
-        return f"{self.tensor}[{self.start}:{self.stop}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Coverage:
-    """What several slices hold of all tensors together.
-
-    Attributes
-    ----------
-    n_missing, n_doubled : int
-        Values that none holds, and that are held more than once.
-    missing, doubled : tuple of Part
-        Where: of each tensor the first ``MAX_PARTS`` parts.
-    """
-
-    n_missing: int
-    n_doubled: int
-    missing: tuple[Part, ...]
-    doubled: tuple[Part, ...]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether each value is held once."""
-        return not self.n_missing and not self.n_doubled
+    if doubled := covered({name: boxes}, {name: n_canonical}).doubled:
+        raise InvalidInputError(f"the slice has several values for {doubled[0]}", key=name)
 
 
 def coverage(maps: Sequence[AffineMap], tensors: Mapping[str, Sequence[int]]) -> Coverage:
@@ -338,20 +287,7 @@ def coverage(maps: Sequence[AffineMap], tensors: Mapping[str, Sequence[int]]) ->
                     found=list(mapped.tensors[name]),
                 )
             held[name].extend(boxes)
-    missing, doubled = _Parts(), _Parts()
-    for name, parts in held.items():
-        n_canonical, end, missing.left, doubled.left = math.prod(tensors[name]), 0, MAX_PARTS, MAX_PARTS
-        for cluster in _clusters(parts):
-            start, stop = cluster[0].there, max(item.there_stop for item in cluster)
-            missing.add(name, end, start)
-            end = stop
-            if _are_apart(cluster, stop - start) and sum(item.n_elements for item in cluster) == stop - start:
-                continue
-            for low, counts in _counted(cluster, start, stop):
-                missing.add_runs(name, low, counts == 0)
-                doubled.add_runs(name, low, counts > 1)
-        missing.add(name, end, n_canonical)
-    return Coverage(missing.n_values, doubled.n_values, tuple(missing.parts), tuple(doubled.parts))
+    return covered(held, {name: math.prod(full) for name, full in tensors.items()})
 
 
 def holders(maps: Sequence[AffineMap], part: Part) -> list[int]:
@@ -361,59 +297,3 @@ def holders(maps: Sequence[AffineMap], part: Part) -> list[int]:
         for index, mapped in enumerate(maps)
         if any(clipped(item, part.start, part.stop) for item in mapped.boxes.get(part.tensor, ()))
     ]
-
-
-class _Parts:
-    """Parts as they are found, by rising place; a few are kept of each tensor."""
-
-    def __init__(self) -> None:
-        self.parts: list[Part] = []
-        self.n_values = 0
-        self.left = MAX_PARTS
-
-    def add(self, name: str, start: int, stop: int) -> None:
-        if start >= stop:
-            return
-        self.n_values += stop - start
-        if self.parts and (self.parts[-1].tensor, self.parts[-1].stop) == (name, start):
-            self.parts[-1] = Part(name, self.parts[-1].start, stop)
-        elif self.left:
-            self.parts.append(Part(name, start, stop))
-            self.left -= 1
-
-    def add_runs(self, name: str, low: int, flags: NDArray[np.bool_]) -> None:
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.view(np.int8), [0]]))).reshape(-1, 2)
-        n_more = int(flags.sum())
-        for start, stop in edges[: self.left + 1].tolist():
-            self.add(name, low + start, low + stop)
-            n_more -= stop - start
-        self.n_values += n_more
-
-
-def _clusters(boxes: Iterable[Box]) -> list[list[Box]]:
-    """Return the boxes in groups whose spans there hang together, by rising place."""
-    groups: list[list[Box]] = []
-    end = -1
-    for item in sorted(boxes, key=lambda item: (item.there, item.there_stop)):
-        if item.there >= end:
-            groups.append([])
-        groups[-1].append(item)
-        end = max(end, item.there_stop)
-    return groups
-
-
-def _are_apart(cluster: Sequence[Box], span: int) -> bool:
-    """Return whether no two boxes share an element; False too where that is found sooner by counting."""
-    n_pairs = len(cluster) * (len(cluster) - 1) // 2
-    return n_pairs * _PAIR_COST <= max(span, _SMALL) and not any(shared(a, b) for a, b in combinations(cluster, 2))
-
-
-def _counted(boxes: Sequence[Box], start: int, stop: int) -> Iterable[tuple[int, NDArray[np.uint32]]]:
-    """Yield, for windows of the canonical tensor, the first value and how many boxes hold each."""
-    for low in range(start, stop, _WINDOW):
-        counts = np.zeros(min(_WINDOW, stop - low), np.uint32)
-        for item in boxes:
-            for part in clipped(item, low, low + len(counts)):
-                sizes, strides = [dim.n for dim in part.dims], [4 * dim.there for dim in part.dims]
-                np.lib.stride_tricks.as_strided(counts[part.there - low :], sizes, strides)[...] += 1
-        yield low, counts
