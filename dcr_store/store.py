@@ -9,7 +9,8 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -18,7 +19,7 @@ from dcr_store.errors import ConflictError, InvalidInputError, NotFoundError, St
 from dcr_store.format import canonical
 from dcr_store.format.documents import CODECS, StoreDocument
 from dcr_store.format.fields import now
-from dcr_store.format.names import STORE_KEY, VersionRef, check_line, new_txid, version_name
+from dcr_store.format.names import STORE_KEY, VersionRef, check_line, check_writers, layout_key, new_txid, version_name
 from dcr_store.log.fold import LineState
 from dcr_store.objects.open import open_objects
 from dcr_store.targets.own_directories import refuse_inside_store
@@ -28,8 +29,14 @@ from dcr_store.versions.info import VersionDetail, VersionInfo, detail_of, info_
 if TYPE_CHECKING:
     from dcr_store.history.diff import Diff
     from dcr_store.history.report import VerifyReport
+    from dcr_store.layout.affine_map import AffineMap
+    from dcr_store.log.fold import OpenTransaction
+    from dcr_store.log.line import LineLog
     from dcr_store.ports import ObjectStore
     from dcr_store.publish.baseline import Baseline
+    from dcr_store.publish.joint import SliceTransaction
+    from dcr_store.publish.opening import Intent
+    from dcr_store.publish.slice_baseline import SliceBaseline
     from dcr_store.publish.transaction import Transaction
     from dcr_store.receive.aio import AsyncReceiver
     from dcr_store.receive.copying import CopyResult
@@ -153,6 +160,8 @@ class Store:
         self._catalog = Catalog(objects, document, store_sha256)
         self._baselines: dict[str, Baseline] = {}
         self._used: weakref.WeakSet[Baseline] = weakref.WeakSet()
+        self._slice_baselines: dict[tuple[str, str], SliceBaseline] = {}
+        self._joined: dict[tuple[str, str], str] = {}
         self._lock = threading.Lock()
         self.url = objects.url
         self.store_id = document.store_id
@@ -164,6 +173,7 @@ class Store:
 
     # ------------------------------------------------------------------ publishing
 
+    @overload
     def begin(
         self,
         line: str = "main",
@@ -176,7 +186,42 @@ class Store:
         baseline: Url | None = None,
         max_ahead: int | None = None,
         ahead_of: Iterable[str] = (),
-    ) -> Transaction:
+        writers: None = None,
+    ) -> Transaction: ...
+    @overload
+    def begin(
+        self,
+        line: str = "main",
+        *,
+        base: str | None = None,
+        message: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        owner: str | None = None,
+        takeover: bool = False,
+        max_ahead: int | None = None,
+        ahead_of: Iterable[str] = (),
+        writers: Sequence[str],
+        writer: str | None = None,
+        tensors: Mapping[str, tuple[str, Sequence[int]]] | None = None,
+        slices: Sequence[AffineMap] | None = None,
+    ) -> SliceTransaction: ...
+    def begin(
+        self,
+        line: str = "main",
+        *,
+        base: str | None = None,
+        message: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        owner: str | None = None,
+        takeover: bool = False,
+        baseline: Url | None = None,
+        max_ahead: int | None = None,
+        ahead_of: Iterable[str] = (),
+        writers: Sequence[str] | None = None,
+        writer: str | None = None,
+        tensors: Mapping[str, tuple[str, Sequence[int]]] | None = None,
+        slices: Sequence[AffineMap] | None = None,
+    ) -> Transaction | SliceTransaction:
         """Begin the next version of a line, or resume the one that this owner (or a dead process) left open.
 
         Parameters
@@ -199,6 +244,20 @@ class Store:
             Refuse to begin a version that comes more than so many after the active one of a group of `ahead_of`.
         ahead_of : iterable of str
             Names of groups that follow the line.
+        writers : sequence of str, optional
+            The names of all writers, where there are several: each writes slices and seals, the one that begins commits
+            for all, the others ``join``.
+        writer : str, optional
+            Which of them this process is; the first by default.
+        tensors : mapping of str to (str, sequence of int), optional
+            With writers: dtype and shape of each tensor of the version. By default those of the head.
+        slices : sequence of AffineMap, optional
+            With writers: all that this one is going to write. Then what it has encoded is stored as soon as that is
+            whole; otherwise much of it when it seals.
+
+        Returns
+        -------
+        Transaction, or with writers SliceTransaction
 
         Raises
         ------
@@ -211,25 +270,10 @@ class Store:
             If a name or the metadata cannot be stored.
         """
         from dcr_store.publish.flow import Flow
-        from dcr_store.publish.opening import Intent, abandon, begin
-        from dcr_store.publish.owner import default_owner
+        from dcr_store.publish.opening import abandon, begin
         from dcr_store.publish.transaction import Transaction
 
-        self._document.check_writable()
-        check_line(line)
-        if base is not None:
-            VersionRef.parse(base)
-        if message is not None and not isinstance(message, str):
-            raise InvalidInputError(
-                "the message is no text", key="message", expected="text", found=type(message).__name__
-            )
-        if owner is not None and not (isinstance(owner, str) and owner):
-            raise InvalidInputError("the owner is no text", key="owner", expected="text, not empty", found=repr(owner))
-        if metadata is not None and not isinstance(metadata, Mapping):
-            raise InvalidInputError("the metadata is no mapping", key="metadata", found=type(metadata).__name__)
-        # As it will come back, so that a resumed transaction compares equal; refuses what JSON cannot say.
-        told = _told(metadata or {})
-        intent = Intent(owner or default_owner(), message, told, base, takeover)
+        intent = self._intent(line, base, message, metadata, owner, takeover)
         flow = Flow(self._catalog, line, ahead_of)
         if (max_ahead is None) == bool(flow.groups):
             raise InvalidInputError(
@@ -247,6 +291,8 @@ class Store:
             if max_ahead is not None:
                 flow.require_near(state.next_version, max_ahead)
 
+        if writers is not None:
+            return self._begin_joint(line, intent, check, check_writers(writers), writer, tensors, slices)
         held, release = self._acquire_baseline(line, baseline)
         try:
             with self._lock:
@@ -261,6 +307,144 @@ class Store:
             except Exception as error:
                 abandon(log, pending, f"could not start: {error}"[:500])
                 raise
+        except BaseException:
+            release()
+            raise
+
+    def _intent(
+        self,
+        line: str,
+        base: str | None,
+        message: str | None,
+        metadata: Mapping[str, Any] | None,
+        owner: str | None,
+        takeover: bool,
+    ) -> Intent:
+        """Return what a caller of begin wants; refuses what cannot be stored."""
+        from dcr_store.publish.opening import Intent
+        from dcr_store.publish.owner import default_owner
+
+        self._document.check_writable()
+        check_line(line)
+        if base is not None:
+            VersionRef.parse(base)
+        if message is not None and not isinstance(message, str):
+            raise InvalidInputError(
+                "the message is no text", key="message", expected="text", found=type(message).__name__
+            )
+        if owner is not None and not (isinstance(owner, str) and owner):
+            raise InvalidInputError("the owner is no text", key="owner", expected="text, not empty", found=repr(owner))
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise InvalidInputError("the metadata is no mapping", key="metadata", found=type(metadata).__name__)
+        # As it will come back, so that a resumed transaction compares equal; refuses what JSON cannot say.
+        told = _told(metadata or {})
+        return Intent(owner or default_owner(), message, told, base, takeover)
+
+    def _begin_joint(
+        self,
+        line: str,
+        intent: Intent,
+        check: Callable[[LineState], None],
+        writers: tuple[str, ...],
+        writer: str | None,
+        tensors: Mapping[str, tuple[str, Sequence[int]]] | None,
+        slices: Sequence[AffineMap] | None,
+    ) -> SliceTransaction:
+        from dcr_store.layout.layout import LayoutBuilder
+        from dcr_store.publish.opening import abandon, begin
+
+        log = self._catalog.log(line)
+        head = log.refresh().head
+        if tensors is not None:
+            builder = LayoutBuilder()
+            for name, (dtype, shape) in tensors.items():
+                builder.add(name, dtype, tuple(shape))
+            layout = builder.build()
+            sha256 = layout.sha256
+            if head is None or head.layout != sha256:
+                # Before the record that names it, which others read.
+                self._objects.put(layout_key(sha256), layout.to_json_bytes())
+        elif head is not None:
+            sha256 = head.layout
+        else:
+            raise InvalidInputError(
+                "the line has no version yet, whose tensors this one could have; say which there are",
+                key=line,
+                expected="tensors",
+            )
+        pending = begin(log, replace(intent, writers=writers, layout=sha256), check)
+        try:
+            self._joined[line, writer or writers[0]] = pending.txid
+            return self._slice_transaction(log, pending, writer or writers[0], slices, is_committer=True)
+        except Exception as error:
+            abandon(log, pending, f"could not start: {error}"[:500])
+            raise
+
+    def join(
+        self,
+        txid: str | None = None,
+        *,
+        writer: str,
+        line: str = "main",
+        slices: Sequence[AffineMap] | None = None,
+        timeout_s: float | None = None,
+    ) -> SliceTransaction:
+        """Take part, as one of its writers, in the transaction that is open on a line.
+
+        Parameters
+        ----------
+        txid : str, optional
+            Which one; by default the next one that this process has not been in, as soon as it is begun.
+        writer : str
+            One of the names that it was begun with. Whoever joins again under a name, after a crash, goes on.
+        slices : sequence of AffineMap, optional
+            As of ``begin``.
+        timeout_s : float, optional
+            How long to wait for it to be begun.
+
+        Raises
+        ------
+        LagError
+            If it was not begun in time.
+        FencedError
+            If it has ended.
+        InvalidInputError
+            If `writer` is none of its writers.
+        """
+        from dcr_store.publish.joint import awaited
+
+        self._document.check_writable()
+        check_line(line)
+        log = self._catalog.log(line)
+        pending = awaited(log, txid, self._joined.get((line, writer)), timeout_s)
+        self._joined[line, writer] = pending.txid
+        return self._slice_transaction(log, pending, writer, slices, is_committer=False)
+
+    def _slice_transaction(
+        self,
+        log: LineLog,
+        pending: OpenTransaction,
+        writer: str,
+        slices: Sequence[AffineMap] | None,
+        *,
+        is_committer: bool,
+    ) -> SliceTransaction:
+        from dcr_store.publish.joint import SliceTransaction
+        from dcr_store.publish.slice_baseline import SliceBaseline
+
+        place = (log.line, writer)
+        with self._lock:
+            held = self._slice_baselines.pop(place, None)
+        held = held or SliceBaseline(self.chunk_elements)
+
+        def release() -> None:
+            with self._lock:
+                self._slice_baselines.setdefault(place, held)
+
+        try:
+            return SliceTransaction(
+                self._catalog, log, pending, writer, held, release, is_committer=is_committer, slices=slices
+            )
         except BaseException:
             release()
             raise

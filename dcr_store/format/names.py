@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -80,6 +81,20 @@ class VersionRef:
         raise InvalidInputError(
             f"{_shown(text)} is no version; use LINE@NUMBER, LINE, or at least 8 hex digits of a state root"
         )
+
+
+def check_writers(names: object) -> tuple[str, ...]:
+    """Return names of writers, each once; ``InvalidInputError`` unless they are some that can be."""
+    given = [] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
+    found = [name for name in given if isinstance(name, str) and PARTICIPANT.fullmatch(name)]
+    if not given or len(set(found)) != len(given):
+        raise InvalidInputError(
+            "these cannot be the writers of a version",
+            key="writers",
+            expected=f"distinct names like {PARTICIPANT.pattern}",
+            found=repr(names)[:80],
+        )
+    return tuple(found)
 
 
 def version_name(line: str, number: int) -> str:

@@ -5,8 +5,10 @@ Refuses to commit what is not whole in the store, or does not fit the base (docs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from dcr_store import events
 from dcr_store.errors import FencedError, IntegrityError
@@ -66,7 +68,7 @@ def propose(
     attempt: int,
     layout: Layout,
     base: tuple[Base, Mapping[str, Table]] | None,
-    sealed: Sealed,
+    sealed: Sequence[Sealed],
     files: Iterable[CheckpointFile],
     chunk_elements: int,
 ) -> Proposal:
@@ -76,16 +78,19 @@ def propose(
     ----------
     base : tuple of (Base, tables) or None
         What the delta is against; None for an anchor.
+    sealed : sequence of Sealed
+        One for each writer.
 
     Raises
     ------
     IntegrityError
         If the writers saw other base bits than the base's.
     """
-    tables = new_tables(dict(layout.spaces), None if base is None else dict(base[1]), dict(sealed.rows), chunk_elements)
+    rows = merged([item.rows for item in sealed])
+    tables = new_tables(dict(layout.spaces), None if base is None else dict(base[1]), rows, chunk_elements)
     objects = [] if base is not None else [(layout_key(layout.sha256), layout.to_json_bytes())]
     prefix = keys.attempt(attempt)
-    digests, nbytes = {}, sum(item.nbytes for item in sealed.objects)
+    digests, nbytes = {}, sum(ref.nbytes for item in sealed for ref in item.objects if ref.key.startswith(keys.prefix))
     for space in SPACES:
         if layout.spaces[space]:
             zarr, table = arrays.table_metadata(len(tables[space])), tables[space].astype("<u8").tobytes()
@@ -96,7 +101,8 @@ def propose(
             objects += [(digests[space].zarr.key, zarr), (digests[space].table.key, table)]
             nbytes += len(zarr) + len(table)
     elements = sum(entry.n_elements for entry in layout.tensors)
-    changed = elements if base is None else sealed.changed
+    changed = elements if base is None else sum(item.changed for item in sealed)
+    n_partitions = sum(item.n_partitions for item in sealed)
     manifest = Manifest(
         keys.line,
         keys.version,
@@ -106,17 +112,31 @@ def propose(
         None if base is None else base[0],
         root_of(layout, tables, chunk_elements),
         now(),
-        (sealed.seal,),
+        tuple(item.seal for item in sealed),
         digests,
         tuple(files),
-        Counts(changed, elements, nbytes, sealed.n_partitions, len(layout.tensors)),
+        Counts(changed, elements, nbytes, n_partitions, len(layout.tensors)),
     )
     data = manifest.to_bytes()
     ref = ObjectRef.of(keys.manifest(attempt), data)
     return Proposal(manifest, ref, (*objects, (ref.key, data)))
 
 
-def store_proposal(store: ObjectStore, keys: TransactionKeys, sealed: Sealed, proposal: Proposal) -> None:
+def merged(rows: Sequence[Mapping[str, Rows]]) -> dict[str, Rows]:
+    """Return the contributions of several writers as one: XORed per chunk, uint64 of shape (n, 4) per space."""
+    if len(rows) == 1:
+        return dict(rows[0])
+    found: dict[str, Rows] = {}
+    for space in SPACES:
+        every = np.concatenate([item[space] for item in rows])
+        chunks, places = np.unique(every[:, 0], return_inverse=True)
+        found[space] = np.zeros((len(chunks), 4), np.uint64)
+        found[space][:, 0] = chunks
+        np.bitwise_xor.at(found[space][:, 1:], places, every[:, 1:])
+    return found
+
+
+def store_proposal(store: ObjectStore, keys: TransactionKeys, sealed: Sequence[Sealed], proposal: Proposal) -> None:
     """Check what is sealed and store what the proposal adds. May be repeated.
 
     Raises
@@ -124,7 +144,7 @@ def store_proposal(store: ObjectStore, keys: TransactionKeys, sealed: Sealed, pr
     IntegrityError
         If a sealed object is not there.
     """
-    _check_stored(store, keys, sealed.objects)
+    _check_stored(store, keys, [ref for item in sealed for ref in item.objects])
 
     def put(item: tuple[str, bytes]) -> None:
         key, data = item

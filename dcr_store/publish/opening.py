@@ -33,6 +33,10 @@ class Intent:
         The version that must be the head, as ``line@number`` or root; None takes the head as it is.
     takeover : bool
         Whether an open transaction of another owner may be taken over.
+    writers : tuple of str
+        Who seals.
+    layout : str or None
+        The SHA-256 of the layout, where several writers have to know it.
     """
 
     owner: str
@@ -40,13 +44,15 @@ class Intent:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None
     takeover: bool = False
+    writers: tuple[str, ...] = (WRITER,)
+    layout: str | None = None
 
 
 def begin(log: LineLog, intent: Intent, check_base: Callable[[LineState], None]) -> OpenTransaction:
     """Open a transaction on a line, or take up the open one where that is allowed.
 
     An open transaction is taken up if its owner is the same or certainly dead, or `intent` says takeover: resumed if it
-    was begun with the same message and metadata, else aborted.
+    was begun with the same message, metadata, writers and layout, else aborted.
 
     Raises
     ------
@@ -107,8 +113,8 @@ def _decide_begin(state: LineState, intent: Intent, check_base: Callable[[LineSt
             owner=intent.owner,
             version=state.next_version,
             base=state.head_base,
-            layout=None,
-            writers=(WRITER,),
+            layout=intent.layout,
+            writers=intent.writers,
             message=intent.message,
             metadata=dict(intent.metadata),
         )
@@ -122,8 +128,8 @@ def _decide_begin(state: LineState, intent: Intent, check_base: Callable[[LineSt
             found=f"owner {describe(pending.owner)}",
             advice="wait for it, or take over if you know that it is dead (takeover)",
         )
-    same = (pending.message, pending.metadata) == (intent.message, dict(intent.metadata))
-    if same and pending.writers == (WRITER,):
+    said = (pending.message, pending.metadata, pending.writers, pending.layout)
+    if said == (intent.message, dict(intent.metadata), intent.writers, intent.layout):
         check_base(state)
         return Resume(**common, txid=pending.txid, attempt=pending.attempt + 1, owner=intent.owner)
     return Abort(**common, txid=pending.txid, reason=f"replaced by {intent.owner}")

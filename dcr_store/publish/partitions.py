@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dcr_store import events
-from dcr_store.errors import FormatError, NotFoundError
-from dcr_store.format.documents import SPACES, Array, JournalEntry, ObjectRef, Partition, Seal, SealRef
+from dcr_store.errors import ConflictError, FormatError, NotFoundError
+from dcr_store.format.documents import KINDS, SPACES, Array, JournalEntry, ObjectRef, Partition, Seal, SealRef
 from dcr_store.format.names import TransactionKeys
 from dcr_store.layout.dtypes import width
 from dcr_store.objects.threads import Threads
@@ -91,6 +91,8 @@ class PartitionWriter:
         (array, index, sha256) → partition entry of earlier incarnations of the same transaction.
     spool : ChunkSpool or None
         Where encoded chunks wait, if they have to survive their partition; None keeps them in memory until then.
+    is_bound : bool
+        Whether what earlier incarnations journaled binds this one: other bits for a partition are then refused.
     """
 
     def __init__(
@@ -104,10 +106,13 @@ class PartitionWriter:
         chunk_elements: int,
         durable: Durable,
         spool: ChunkSpool | None,
+        *,
+        is_bound: bool = False,
     ) -> None:
         self.objects, self.keys = objects, keys
         self.writer, self.incarnation, self.attempt = writer, incarnation, attempt
         self.codec, self.chunk_elements, self.durable, self.spool = codec, chunk_elements, durable, spool
+        self._bound = {(array, index): sha256 for array, index, sha256 in durable} if is_bound else {}
         self._open: dict[tuple[str, int], _Open] = {}
         self._arrays: set[str] = set()
         self._uploads = _Uploads(Threads(_N_UPLOADS, "dcr-upload"))
@@ -116,6 +121,7 @@ class PartitionWriter:
         self._unjournaled: list[Partition] = []
         self._journal: list[ObjectRef] = []
         self._objects: dict[str, ObjectRef] = {}
+        self._seal: Seal | None = None
         self._journaled_at = time.monotonic()
 
     def chunks_per_partition(self, space: str) -> int:
@@ -123,7 +129,7 @@ class PartitionWriter:
         return min(MAX_PARTITION_CHUNKS, max(1, PARTITION_NBYTES // (self.chunk_elements * width(space))))
 
     def add(self, space: str, chunk: int, data: bytes | None, n_chunks: int | None) -> None:
-        """Take one chunk, each exactly once, in any order; not from several threads at once.
+        """Take one chunk of the mask, each exactly once, in any order; not from several threads at once.
 
         Parameters
         ----------
@@ -133,30 +139,43 @@ class PartitionWriter:
             Number of chunks of the space; None while it is not known.
         """
         per = self.chunks_per_partition(space)
+        index = chunk // per
+        n_expected = per if n_chunks is None else min(per, n_chunks - index * per)
+        self.add_part(f"{space}/mask", chunk, data, n_expected)
+
+    def add_part(self, array: str, chunk: int, data: bytes | None, n_expected: int) -> None:
+        """Take one chunk of an array, as ``add`` does.
+
+        Parameters
+        ----------
+        n_expected : int
+            How many chunks come of its partition; the partition is stored with the last one.
+        """
+        per = self.chunks_per_partition(array.partition("/")[0])
         index, place = divmod(chunk, per)
-        part = self._open.setdefault((space, index), _Open())
+        part = self._open.setdefault((array, index), _Open())
         part.n_seen += 1
         if data is not None:
             if self.spool is not None:
-                self.spool.put(space, chunk, data)
+                self.spool.put(_place(array), chunk, data)
             part.chunks[place] = None if self.spool is not None else data
-        if part.n_seen == (per if n_chunks is None else min(per, n_chunks - index * per)):
-            self._store(space, index)
+        if part.n_seen == n_expected:
+            self._store(array, index)
 
-    def _store(self, space: str, index: int) -> None:
+    def _store(self, array: str, index: int) -> None:
         """Assemble a partition and hand it to the uploaders; waits while too much is in flight."""
-        part = self._open.pop((space, index))
+        part = self._open.pop((array, index))
         if not part.chunks:
             return
-        per = self.chunks_per_partition(space)
+        per = self.chunks_per_partition(array.partition("/")[0])
         chunks = {}
         for place in sorted(part.chunks):
             data = part.chunks[place]
             if data is None and self.spool is not None:
-                data = self.spool.get(space, index * per + place)
+                data = self.spool.get(_place(array), index * per + place)
             assert data is not None
             chunks[place] = data
-        array, blob = f"{space}/mask", shard.assemble(chunks, per)
+        blob = shard.assemble(chunks, per)
         self._arrays.add(array)
         self._start(len(blob), self._upload, array, index, blob, len(chunks))
 
@@ -176,6 +195,14 @@ class PartitionWriter:
             key = self.keys.partition(self.writer, self.incarnation, array, index)
             ref = ObjectRef.of(key, blob)
             partition = self.durable.get((array, index, ref.sha256))
+            if partition is None and (array, index) in self._bound:
+                raise ConflictError(
+                    f"writer {self.writer} has other bits than it stored before in this transaction; give the same "
+                    "weights again, or abort and begin again",
+                    key=key,
+                    expected=self._bound[array, index],
+                    found=ref.sha256,
+                )
             if partition is None:
                 events.reached("publish.partition.before", key)
                 self.objects.put(key, blob)
@@ -223,11 +250,16 @@ class PartitionWriter:
         self._uploads.futures.clear()
 
     def _store_open(self) -> None:
-        for space, index in sorted(self._open):
-            self._store(space, index)
+        for array, index in sorted(self._open):
+            self._store(array, index)
 
     def seal(
-        self, lengths: Mapping[str, int], rows: Mapping[str, Rows], files: Iterable[ObjectRef], changed: int
+        self,
+        lengths: Mapping[str, int],
+        rows: Mapping[str, Rows],
+        files: Iterable[ObjectRef],
+        changed: int,
+        ownership: ObjectRef | None = None,
     ) -> SealRef:
         """Store array metadata, contributions and the seal.
 
@@ -241,12 +273,13 @@ class PartitionWriter:
             The files that this incarnation stored.
         changed : int
             Elements that differ from the base.
+        ownership : ObjectRef, optional
+            Which elements the writer owns; None for a sole writer.
         """
         self._store_open()
         stored = {"contributions.bin": contributions.encode(rows)}
         described = []
-        for space in SPACES:
-            array = f"{space}/mask"
+        for space, array in ((space, f"{space}/{kind}") for space in SPACES for kind in KINDS):
             if array not in self._arrays:
                 continue
             shard_elements = self.chunks_per_partition(space) * self.chunk_elements
@@ -260,13 +293,31 @@ class PartitionWriter:
         for task in tasks:
             task.result()
         contributed = self._ref("contributions.bin", stored["contributions.bin"])
-        partitions = sorted(self._sealed, key=lambda item: (SPACES.index(item.array.partition("/")[0]), item.index))
+        partitions = sorted(self._sealed, key=_order)
         with self._lock:
-            seal = Seal(tuple(described), tuple(partitions), contributed, tuple(self._journal), tuple(files), changed)
-            events.reached("publish.seal.before", self.keys.prefix)
-            ref = self._journal_now(seal)
-            events.reached("publish.seal.stored", ref.key)
+            self._seal = Seal(
+                tuple(described), tuple(partitions), contributed, tuple(self._journal), tuple(files), changed, ownership
+            )
+            return self._put_seal()
+
+    def reseal(self, attempt: int) -> SealRef:
+        """Seal the same again, for another attempt; nothing else is stored."""
+        with self._lock:
+            assert self._seal is not None
+            self.attempt = attempt
+            self._seal = replace(self._seal, journal=tuple(self._journal))
+            return self._put_seal()
+
+    def _put_seal(self) -> SealRef:
+        events.reached("publish.seal.before", self.keys.prefix)
+        ref = self._journal_now(self._seal)
+        events.reached("publish.seal.stored", ref.key)
         return SealRef(self.writer, self.incarnation, ref)
+
+    @property
+    def sealed(self) -> Seal | None:
+        """What was sealed last."""
+        return self._seal
 
     def _ref(self, name: str, data: bytes) -> ObjectRef:
         return ObjectRef.of(self.keys.data(self.writer, self.incarnation) + name, data)
@@ -279,6 +330,11 @@ class PartitionWriter:
         events.reached("publish.object.stored", ref.key)
         with self._lock:
             self._objects[ref.key] = ref
+
+    def put_now(self, name: str, data: bytes) -> ObjectRef:
+        """Store an object of this incarnation, durably when this returns."""
+        self._put(name, data)
+        return self._ref(name, data)
 
     def put_file(self, data: bytes) -> ObjectRef:
         """Store a side file or header under its content, durably by the next ``flush``."""
@@ -311,6 +367,17 @@ class PartitionWriter:
     def close(self) -> None:
         """Stop the uploaders; what has not started is dropped."""
         self._uploads.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _place(array: str) -> str:
+    """Return under which name a spool holds chunks of an array: those of masks under their space's."""
+    space, _, kind = array.partition("/")
+    return space if kind == "mask" else array
+
+
+def _order(item: Partition) -> tuple[int, int, int]:
+    space, _, kind = item.array.partition("/")
+    return SPACES.index(space), KINDS.index(kind), item.index
 
 
 def read_durable(objects: ObjectStore, keys: TransactionKeys, writer: str) -> dict[tuple[str, int, str], Partition]:

@@ -358,9 +358,10 @@ class Transaction:
             assert layout is not None
             if self._proposed is None:
                 self._proposed = self._propose(layout)
-        store_proposal(self._catalog.objects, self._keys, *self._proposed)
+        sealed, proposal = self._proposed
+        store_proposal(self._catalog.objects, self._keys, [sealed], proposal)
         try:
-            row = append_commit(self._log, self._proposed[1], self._require_ours)
+            row = append_commit(self._log, proposal, self._require_ours)
         except FencedError:
             self._close()
             raise
@@ -387,7 +388,7 @@ class Transaction:
         if isinstance(writer, DeltaWriter) and self._base is not None:
             base = (self._base.base, self._catalog.tables(self._base))
         chunk_elements = self._catalog.document.chunk_elements
-        return sealed, propose(self._keys, self.attempt, layout, base, sealed, self._files, chunk_elements)
+        return sealed, propose(self._keys, self.attempt, layout, base, [sealed], self._files, chunk_elements)
 
     def _require_ours(self, state: LineState) -> None:
         pending = state.open
