@@ -118,7 +118,7 @@ def test_without_a_known_end(objects: Watched) -> None:
     """An anchor: the last partition is stored by ``flush``, with the length of a whole one."""
     writer = make(objects)
     fill(writer, list(range(6)), None)
-    assert list(writer._open) == [("u16", 1)]
+    assert list(writer._open) == [("u16/mask", 1)]
     writer.flush()
     data = objects.get(KEYS.partition("w0", "a" * 16, "u16/mask", 1))
     assert {place: bytes(blob) for place, blob in shard.parse(data, 4, "k").items()} == {0: chunk(4), 1: chunk(5)}
