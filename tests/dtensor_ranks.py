@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +31,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcr_store.errors import InvalidInputError
+from dcr_store.layout.from_dcp import maps_of_dcp
 from dcr_store.layout.from_dtensor import map_of_dtensor, replicas_of_dtensor
 
 N_RANKS = 4
@@ -177,9 +179,20 @@ def real(rank: int, folder: Path) -> None:
         for name, tensor in tensors.items():
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             bits[f"{case}/{name}"] = bits_of(local)
+    stored = save(
+        {f"{case}/{name}": tensor for case, _, tensors in cases[:4] for name, tensor in tensors.items()}, folder
+    )
     np.savez(folder / f"{rank}.npz", **bits)
-    (folder / f"{rank}.json").write_text(json.dumps({"maps": maps, "refusals": refusals}))
+    (folder / f"{rank}.json").write_text(json.dumps({"maps": maps, "refusals": refusals, "stored": stored}))
     dist.destroy_process_group()
+
+
+def save(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, list[str]]:
+    """Write a distributed checkpoint; return the maps of its chunks."""
+    checkpoint.save(tensors, checkpoint_id=str(folder / "checkpoint"))
+    found = maps_of_dcp(checkpoint.FileSystemReader(str(folder / "checkpoint")).read_metadata())
+    assert not found.others
+    return {name: [mapped.to_bytes().decode() for mapped in maps] for name, maps in found.maps.items()}
 
 
 def bits_of(tensor: torch.Tensor) -> Any:

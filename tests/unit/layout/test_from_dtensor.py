@@ -106,6 +106,18 @@ def test_ranks_with_one_replica_index_hold_each_value_once(ranks: Ranks, case: s
             assert all(ranks.mapped(other, key) == ranks.mapped(rank, key) for other in note["ranks"])
 
 
+@pytest.mark.parametrize("case", ["fsdp2", "hsdp", "tp", "tp_fsdp2"])
+def test_chunks_of_a_distributed_checkpoint_are_the_slices_of_its_ranks(ranks: Ranks, case: str) -> None:
+    for name in N_HOLDERS[case]:
+        key = f"{case}/{name}"
+        stored = [AffineMap.from_bytes(document.encode(), key) for document in ranks.notes[0]["stored"][key]]
+        assert coverage(stored, {key: ranks.full(name).shape}).is_exact
+        held = [ranks.mapped(rank, key) for rank in range(4)]
+        assert {(m.shape, m.boxes[key]) for m in stored if m.n_values} == {
+            (m.shape, m.boxes[name]) for m in held if m.n_values
+        }
+
+
 def test_uneven_sizes_leave_some_ranks_less_and_some_nothing(ranks: Ranks) -> None:
     assert [ranks.mapped(rank, "fsdp2/norm.weight").shape for rank in range(4)] == [(1,), (1,), (1,), (0,)]
     assert [ranks.mapped(rank, "tp/embed.weight").shape for rank in range(4)] == [(2, 6), (2, 6), (2, 6), (1, 6)]
