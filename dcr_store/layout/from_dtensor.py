@@ -2,12 +2,14 @@
 
 A DTensor knows its global shape, its mesh, where this rank stands in that, and its placements; nothing else is asked,
 and no other rank. Refuses sums that are not made yet (``Partial``), placements that torch does not have, and local
-tensors of another shape than the placements say. torch is not imported: its tensors bring it along.
+tensors of another shape than the placements say. torch is imported only when its tensors come.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from dcr_store.errors import InvalidInputError
 from dcr_store.layout.affine_map import AffineMap
@@ -18,6 +20,8 @@ from dcr_store.layout.tensors import describe
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+_KNOWN: Final = ("Replicate", "Shard", "StridedShard", "_StridedShard")
 
 
 def map_of_dtensor(name: str, tensor: torch.Tensor, made_by: Maker | None = None) -> AffineMap:
@@ -83,7 +87,7 @@ def replicas_of_dtensor(name: str, tensor: torch.Tensor, mesh: DeviceMesh | None
     ------
     InvalidInputError
         If a plain tensor comes without `mesh`, this rank is outside the mesh, the tensor's mesh is no part of `mesh` by
-        its names and sizes, or for its placements, as in `map_of_dtensor`.
+        its names and ranks, or for its placements, as in `map_of_dtensor`.
 
     Notes
     -----
@@ -108,16 +112,16 @@ def replicas_of_dtensor(name: str, tensor: torch.Tensor, mesh: DeviceMesh | None
 
 
 def _spread(name: str, tensor: Any, placed: list[Placement], mesh: Any) -> list[Placement]:
-    """Return the placements of a tensor on a mesh that has its own among its dimensions."""
+    """Return the placements of a tensor on a mesh of which its own is a part."""
     own, names = tensor.device_mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
-    sizes = dict(zip(names, _mesh_shape(mesh), strict=False))
-    mine = dict(zip(own, _mesh_shape(tensor.device_mesh), strict=False))
-    if len(own) != len(placed) or any(sizes.get(dim) != n for dim, n in mine.items()):
+    part = [slice(None) if dim in own else at for dim, at in zip(names, _coordinate(mesh) or (), strict=False)]
+    inside = np.array(mesh.mesh.tolist())[tuple(part)].tolist()
+    if not own or not set(own) <= set(names) or inside != tensor.device_mesh.mesh.tolist():
         raise InvalidInputError(
             "the tensor's mesh is no part of the mesh of all ranks; give the one that it was sliced from",
             key=name,
-            expected=f"dimensions of {sizes}",
-            found=str(mine or tensor.device_mesh),
+            expected=f"a part of {mesh}",
+            found=str(tensor.device_mesh),
         )
     found = dict(zip(own, placed, strict=True))
     return [found.get(dim) for dim in names]
@@ -152,21 +156,17 @@ def _placements(name: str, tensor: Any) -> list[Placement]:
     found: list[Placement] = []
     for placement in tensor.placements:
         kind = type(placement)
-        if kind.__name__ in ("Shard", "StridedShard", "_StridedShard", "Replicate") and kind.__module__.startswith(
-            "torch."
-        ):
-            is_split = kind.__name__ != "Replicate"
-            found.append(Split(int(placement.dim), int(getattr(placement, "split_factor", 1))) if is_split else None)
-            continue
-        is_sum = placement.is_partial()
-        raise InvalidInputError(
-            "has values that are still to be summed over ranks; redistribute it to Replicate or Shard"
-            if is_sum
-            else "has a placement of which it is not known what it places; redistribute it to Replicate or Shard",
-            key=name,
-            expected="Shard, Replicate or _StridedShard",
-            found=_shown(tensor),
-        )
+        if not kind.__module__.startswith("torch.") or kind.__name__ not in _KNOWN:
+            is_sum = placement.is_partial()
+            problem = "values that are still to be summed over ranks" if is_sum else "a placement of an unknown kind"
+            raise InvalidInputError(
+                f"has {problem}; redistribute it to Replicate or Shard",
+                key=name,
+                expected="Shard, Replicate or _StridedShard",
+                found=_shown(tensor),
+            )
+        is_split = kind.__name__ != "Replicate"
+        found.append(Split(int(placement.dim), int(getattr(placement, "split_factor", 1))) if is_split else None)
     return found
 
 

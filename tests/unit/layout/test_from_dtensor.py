@@ -215,7 +215,7 @@ def test_a_placement_that_torch_does_not_have_is_refused_by_name() -> None:
     class RoundRobin(Shard):
         pass
 
-    with pytest.raises(InvalidInputError, match="not known what it places") as caught:
+    with pytest.raises(InvalidInputError, match="a placement of an unknown kind") as caught:
         map_of_dtensor("layers.0.w", like_dtensor(torch.zeros(2), (4,), [RoundRobin(0)], (0,)))
     assert caught.value.key == "layers.0.w"
 
