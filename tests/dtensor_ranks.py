@@ -157,6 +157,7 @@ def real(rank: int, folder: Path) -> None:
     partial = torch.distributed.tensor.DTensor.from_local(
         torch.ones(2), cases[0][2]["up.weight"].device_mesh, [Partial()]
     )
+    crossed = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("outer", "inner"))
     with no_collectives():
         refusals["guard"] = raised(lambda: dist.all_reduce(torch.ones(1)))
         refusals["guard of operations"] = raised(lambda: all_reduce(torch.ones(1)))
@@ -164,6 +165,7 @@ def real(rank: int, folder: Path) -> None:
         plain, part = torch.ones(2), dict(cases[3][2])["norm.weight"]
         refusals["plain"] = raised(lambda: replicas_of_dtensor("layers.0.norm", plain))
         refusals["mesh"] = raised(lambda: replicas_of_dtensor("layers.0.norm", part, cases[0][1]))
+        refusals["other mesh of these names"] = raised(lambda: replicas_of_dtensor("layers.0.norm", part, crossed))
         refusals["partial"] = raised(lambda: map_of_dtensor("layers.0.sum", partial))
         for case, mesh, tensors in cases:
             for name, tensor in tensors.items():

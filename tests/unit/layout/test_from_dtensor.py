@@ -138,7 +138,8 @@ def test_what_is_no_slice_is_refused_by_name(ranks: Ranks) -> None:
         assert partial.startswith("InvalidInputError: layers.0.sum: has values that are still to be summed")
         assert "Partial(sum)" in partial
         assert plain.startswith("InvalidInputError: layers.0.norm: does not say who else holds it")
-        assert mesh.startswith("InvalidInputError: layers.0.norm: the tensor's mesh is no part of the mesh")
+        for refusal in (mesh, note["refusals"]["other mesh of these names"]):
+            assert refusal.startswith("InvalidInputError: layers.0.norm: the tensor's mesh is no part of the mesh")
 
 
 def test_larger_meshes_hold_what_their_maker_left_them(tmp_path: Path) -> None:
@@ -215,6 +216,9 @@ def test_a_placement_that_torch_does_not_have_is_refused_by_name() -> None:
     class RoundRobin(Shard):
         pass
 
+    namesake = type("Shard", (RoundRobin,), {})
+    with pytest.raises(InvalidInputError, match="a placement of an unknown kind"):
+        map_of_dtensor("layers.0.w", like_dtensor(torch.zeros(2), (4,), [namesake(0)], (0,)))
     with pytest.raises(InvalidInputError, match="a placement of an unknown kind") as caught:
         map_of_dtensor("layers.0.w", like_dtensor(torch.zeros(2), (4,), [RoundRobin(0)], (0,)))
     assert caught.value.key == "layers.0.w"
