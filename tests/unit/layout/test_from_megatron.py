@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcr_store.errors import InvalidInputError
@@ -72,6 +72,7 @@ def cases(draw: st.DrawFn) -> tuple[Sharded, tuple[int, ...], Array]:
     return sharded(local, full, offsets, **options), tuple(canonical), data
 
 
+@settings(deadline=None)
 @given(cases())
 def test_the_map_says_where_the_data_lie(case: tuple[Sharded, tuple[int, ...], Array]) -> None:
     item, canonical, data = case

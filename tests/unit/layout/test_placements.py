@@ -95,7 +95,7 @@ def refuses(call: Any) -> bool:
 
 
 @given(placed())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_each_coordinate_holds_what_the_maker_left_it(case: Placed) -> None:
     for at in case.coordinates:
         assert_holds(case.mapped(at, made_by="fully_shard"), case.by_order(at))
@@ -103,7 +103,7 @@ def test_each_coordinate_holds_what_the_maker_left_it(case: Placed) -> None:
 
 
 @given(placed())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_the_maker_is_asked_for_exactly_where_it_matters_and_by_all_alike(case: Placed) -> None:
     matters = any(not np.array_equal(case.by_order(at), case.by_placements(at)) for at in case.coordinates)
     for at in case.coordinates:
@@ -112,6 +112,7 @@ def test_the_maker_is_asked_for_exactly_where_it_matters_and_by_all_alike(case: 
             assert_holds(case.mapped(at), case.by_order(at))
 
 
+@settings(deadline=None)
 @given(placed(), st.sampled_from(["fully_shard", "distribute_tensor"]))
 def test_those_with_one_replica_index_hold_each_value_once(case: Placed, made_by: Any) -> None:
     groups: dict[int, list[AffineMap]] = {}
