@@ -63,7 +63,8 @@ class AffineMap:
         row = dtype_row(dtype)
         if row.packed:
             raise InvalidInputError(
-                f"values of {dtype} are no whole bytes and cannot be moved one by one; publish them as residual"
+                f"values of {dtype} are no whole bytes and cannot be moved one by one; publish them as residual",
+                key=next(iter(tensors), None),
             )
         n_local = _n_values(row, shape)
         found: dict[str, tuple[Box, ...]] = {}

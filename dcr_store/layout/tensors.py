@@ -128,6 +128,14 @@ def describe(name: str, tensor: object) -> tuple[str, tuple[int, ...]]:
     raise _no_tensor(name, tensor)
 
 
+def name_of_torch_dtype(name: str, dtype: object) -> str:
+    """Return a torch dtype as in safetensors; ``InvalidInputError`` with the tensor's `name` if format 1 has it not."""
+    found = _TORCH_NAMES.get(str(dtype))
+    if found is None:
+        raise _unsupported(name, dtype)
+    return found
+
+
 def _describe_numpy(name: str, tensor: np.ndarray[Any, Any] | np.generic[Any]) -> tuple[str, tuple[int, ...]]:
     if isinstance(tensor, np.ma.MaskedArray):
         raise InvalidInputError(
@@ -145,9 +153,7 @@ def _describe_torch(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ..
         raise InvalidInputError(
             f"is {problem}", key=name, expected="a dense tensor", found=f"a torch tensor of dtype {tensor.dtype}"
         )
-    dtype_name = _TORCH_NAMES.get(str(tensor.dtype))
-    if dtype_name is None:
-        raise _unsupported(name, tensor.dtype)
+    dtype_name = name_of_torch_dtype(name, tensor.dtype)
     shape = tuple(int(size) for size in tensor.shape)
     if dtype_name == "F4":
         if not shape:
