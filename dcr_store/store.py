@@ -374,8 +374,9 @@ class Store:
             )
         pending = begin(log, replace(intent, writers=writers, layout=sha256), check)
         try:
+            transaction = self._slice_transaction(log, pending, writer or writers[0], slices, is_committer=True)
             self._joined[line, writer or writers[0]] = pending.txid
-            return self._slice_transaction(log, pending, writer or writers[0], slices, is_committer=True)
+            return transaction
         except Exception as error:
             abandon(log, pending, f"could not start: {error}"[:500])
             raise
@@ -417,8 +418,9 @@ class Store:
         check_line(line)
         log = self._catalog.log(line)
         pending = awaited(log, txid, self._joined.get((line, writer)), timeout_s)
+        transaction = self._slice_transaction(log, pending, writer, slices, is_committer=False)
         self._joined[line, writer] = pending.txid
-        return self._slice_transaction(log, pending, writer, slices, is_committer=False)
+        return transaction
 
     def _slice_transaction(
         self,

@@ -88,7 +88,7 @@ class SliceBaseline:
     at : Located or None
         The version whose bits these are; None while there is none.
     ownership : tuple of (bytes, ObjectRef), or None
-        What was sealed last about who owns what, and where it is.
+        What the seal of that version says about who owns what, and where it is: as long as the version is kept.
     """
 
     chunk_elements: int
@@ -103,6 +103,8 @@ class SliceBaseline:
         if located is None or self.at is None or self.at.row.root != located.row.root:
             self.slices.clear()
             self._pieces.clear()
+        if located is None or self.at is None or self.at.row.txid != located.row.txid:
+            self.ownership = None
         self.at = located
 
     def pieces_of(self, key: str, cut: Callable[[], tuple[Piece, ...]]) -> tuple[Piece, ...]:
