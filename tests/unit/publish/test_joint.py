@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,7 @@ from ranks import (
     SHAPES,
     State,
     maps_of,
+    next_state,
     publish_alone,
     random_state,
     require_state,
@@ -297,6 +299,152 @@ def test_a_committer_that_begins_again_finds_the_others_sealed_again(tmp_path: A
         publish_jointly([dcr_store.open(store.url), others[1]], states[2], maps, owner="run")
         require_state(store, "main", states[2])
         assert store.verify(deep=True).ok
+
+
+def test_a_committer_that_was_taken_over_ends_nothing_and_its_process_may_begin_again(pair: Any) -> None:
+    store, other = pair
+    state = random_state(0)
+    lost = store.begin(writers=["a"], owner="run", tensors=SHAPES)
+    taken = other.begin(writers=["a"], owner="run", tensors=SHAPES, takeover=True)
+    assert (taken.txid, taken.attempt) == (lost.txid, 1)
+    lost.abort()
+    assert store._catalog.log("main").refresh().open is not None, "it is another's by now"
+    lost = other.begin(writers=["a"], owner="run", tensors=SHAPES, takeover=True)
+    taken = store.begin(writers=["a"], owner="run", tensors=SHAPES, takeover=True)
+    write(lost, [whole(name) for name in SHAPES], state)
+    with pytest.raises(FencedError, match="taken over"):
+        lost.commit(timeout_s=1)
+    with pytest.raises(InvalidInputError, match="is fenced"):
+        lost.commit(timeout_s=1)
+    del taken  # forgotten by whoever began it
+    gc.collect()
+    again = store.begin(writers=["a"], owner="run", tensors=SHAPES)
+    assert again.attempt == 4
+    write(again, [whole(name) for name in SHAPES], state)
+    again.commit(timeout_s=1)
+    require_state(store, "main", state)
+
+
+def test_a_joined_writer_that_ends_does_not_make_the_committer_look_dead(pair: Any) -> None:
+    store, other = pair
+    first = store.begin(writers=["a", "b"], owner="run", tensors=SHAPES)
+    for _ in range(2):
+        second = other.join(first.txid, writer="b")
+        second._close()
+        del second
+        gc.collect()
+    with pytest.raises(ConflictError, match="open since"):
+        other.begin(writers=["a", "b"], owner="run", tensors=SHAPES)
+    first.abort()
+
+
+def test_ownership_is_referred_to_only_where_a_version_keeps_it(tmp_path: Any) -> None:
+    states = states_of(3)
+    maps = [maps_of(0, 1)]
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+
+        def owned(version: str) -> str:
+            (seal,) = [seal for _, seal in _contents(store, version).seals]
+            return str(seal.ownership.key)
+
+        publish_jointly([store], states[0], maps)
+        publish_jointly([store], states[1], maps)
+        assert owned("main@1") == owned("main@0")
+        store._slice_baselines.clear()
+        given_up = store.begin(writers=["r0"])
+        write(given_up, maps[0], states[2])
+        given_up.seal()
+        given_up.abort()  # and what it stored may be deleted
+        publish_jointly([store], states[2], maps)
+        assert given_up.txid not in owned("main@2")
+        with store.begin() as transaction:
+            for name, array in states[2].items():
+                transaction.write(name, array)
+        publish_jointly([store], states[2], maps)
+        assert owned("main@4").startswith("versions/main/000000000004-"), "older versions may go before the head"
+        assert store.verify(deep=True).ok
+
+
+def test_a_failed_join_may_be_tried_again(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = pair
+    first = store.begin(writers=["a", "b"], tensors=SHAPES)
+    with monkeypatch.context() as patched:
+        patched.setattr(dcr_store.publish.joint, "read_earlier", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            other.join(writer="b", timeout_s=1)
+    assert other.join(writer="b", timeout_s=1).txid == first.txid
+    first.abort()
+
+
+@pytest.mark.parametrize("is_committer", [True, False])
+def test_a_commit_that_is_not_told_to_its_end_is_told_by_the_next(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, is_committer: bool
+) -> None:
+    store, other = pair
+    states = states_of(2)
+    maps = [maps_of(rank, 2) for rank in range(2)]
+    for state in states:
+        first = store.begin(writers=["r0", "r1"], tensors=SHAPES)
+        second = other.join(writer="r1", timeout_s=5)
+        write(first, maps[0], state)
+        write(second, maps[1], state)
+        second.seal()
+        fails, goes = (first, second) if is_committer else (second, first)
+        if not is_committer:
+            first.commit()
+        with monkeypatch.context() as patched:
+            patched.setattr(fails._log, "complete", lambda row: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                fails.commit(timeout_s=5)
+        assert fails.commit(timeout_s=5) == goes.commit(timeout_s=5)
+        require_state(store, "main", state)
+    assert store._slice_baselines["main", "r0"].at == other._slice_baselines["main", "r1"].at
+
+
+# ---------------------------------------------------------------------- two processes of one name
+
+
+def test_who_joins_again_must_not_change_its_mind_in_any_place(tmp_path: Any) -> None:
+    """Neither where only one of the two changed something, sealed or not."""
+    rate = 0.0005  # few chunks
+    base = random_state(0)
+    one, two = next_state(base, 1, rate), next_state(base, 2, rate)
+    maps = maps_of(0, 1)
+    for first, second in [(one, base), (base, one), (one, two)]:
+        with dcr_store.create(str(tmp_path / f"s{id(first)}{id(second)}"), chunk_elements=256) as store:
+            publish_jointly([store], base, [maps])
+            begun = store.begin(writers=["r0", "r1"])
+            lost = dcr_store.open(store.url).join(writer="r1")
+            write(lost, maps, first)
+            lost.seal()
+            changed = dcr_store.open(store.url).join(writer="r1")
+            write(changed, maps, second)
+            with pytest.raises(ConflictError, match="other bits than it stored before"):
+                changed.seal()
+            begun.seal()
+            begun.commit(timeout_s=5)
+            lost.commit(timeout_s=5)
+            require_state(store, "main", first)
+
+
+def test_a_lost_partition_is_stored_again(tmp_path: Any) -> None:
+    states = states_of(2)
+    maps = maps_of(0, 1)
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        publish_jointly([store], states[0], [maps])
+        begun = store.begin(writers=["r0", "r1"])
+        lost = dcr_store.open(store.url).join(writer="r1")
+        write(lost, maps, states[1])
+        lost.seal()
+        key = next(key for key in store._objects.list(f"versions/main/000000000001-{begun.txid}/") if "/c/" in key)
+        store._objects.delete(key)
+        again = dcr_store.open(store.url).join(writer="r1")
+        write(again, maps, states[1])
+        again.seal()
+        array = key.partition("/data/r1.")[2].partition("/")[2]
+        stored = store._objects.list(f"versions/main/000000000001-{begun.txid}/")
+        assert [other.endswith(array) for other in stored].count(True) == 1
+        begun.abort()
 
 
 def test_a_baseline_that_drifted_is_healed(tmp_path: Any) -> None:
