@@ -32,7 +32,7 @@ from dcr_store.format.records import Abort
 from dcr_store.layout.affine_map import AffineMap
 from dcr_store.layout.boxes import Box, Dim, box
 from dcr_store.layout.coverage import covered
-from dcr_store.layout.dtypes import Bits
+from dcr_store.layout.dtypes import DTYPES, Bits
 from dcr_store.layout.entry import TensorEntry
 from dcr_store.layout.layout import Layout
 from dcr_store.layout.pieces import Piece, in_elements, pieces, require_entry
@@ -178,6 +178,7 @@ class SliceTransaction:
         fragment : numpy.ndarray or torch.Tensor
             Of its dtype and any shape; the values `offset`, `offset` + 1, … of the tensor in C order.
         offset : int
+            In values; of packed ones, where a byte begins.
 
         Raises
         ------
@@ -187,9 +188,9 @@ class SliceTransaction:
         self._require_unsealed()
         entry = self.layout.entry(name)
         data = as_bits(name, fragment)
-        n_values = entry.n_elements and entry.n_elements // max(1, _n_values(entry))
-        start = offset * max(n_values, 1) if isinstance(offset, int) else -1
-        if data.dtype != entry.dtype or not 0 <= start <= start + len(data.bits) <= entry.n_elements:
+        row = DTYPES[entry.dtype]
+        start, rest = divmod(offset * row.bits, 8 * row.width) if isinstance(offset, int) else (-1, 0)
+        if data.dtype != entry.dtype or rest or not 0 <= start <= start + len(data.bits) <= entry.n_elements:
             raise InvalidInputError(
                 "the fragment does not fit the tensor",
                 key=name,
@@ -310,11 +311,11 @@ class SliceTransaction:
         try:
             decide = self._commit_all if self.is_committer else self._await_outcome
             located = Located(self.line, decide(deadline, timeout_s))
-            self._require_counted(located)
-        except (FencedError, ConflictError):
+        except FencedError:
             self._state = "fenced"
             self._close()
             raise
+        self._require_counted(located)
         # Until here nothing has changed: where an answer was lost, ``commit`` again finds the same outcome.
         found = info_of(Located(self.line, self._log.complete(located.row)))
         self._advance(located)
@@ -385,6 +386,8 @@ class SliceTransaction:
         if same_bits(self._rows, read_seal(self._catalog.objects, seal)):
             return
         self._baseline.bring_to(None)
+        self._state = "fenced"
+        self._close()
         raise ConflictError(
             f"{self.version} was committed with what another process sealed as writer {self.writer}; the weights of "
             "this one are others, and are not in it: end one of the two, then publish them as the next version",
@@ -523,13 +526,6 @@ def awaited(log: LineLog, txid: str | None, last: str | None, timeout_s: float |
     raise LagError(
         f"nobody has begun a transaction on {log.line} for {timeout_s:g} s", key=log.line, advice="join again"
     )
-
-
-def _n_values(entry: TensorEntry) -> int:
-    n = 1
-    for size in entry.shape:
-        n *= size
-    return n
 
 
 def _tries(deadline: float | None) -> Iterator[None]:

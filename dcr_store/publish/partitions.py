@@ -141,6 +141,7 @@ class PartitionWriter:
         self._journal: list[ObjectRef] = []
         self._objects: dict[str, ObjectRef] = {}
         self._seal: Seal | None = None
+        self._doubtful: tuple[ObjectRef, JournalEntry] | None = None  # an entry whose put failed: it may be there
         self._journaled_at = time.monotonic()
 
     def chunks_per_partition(self, space: str) -> int:
@@ -246,6 +247,10 @@ class PartitionWriter:
 
     def _journal_now(self, seal: Seal | None) -> ObjectRef:
         """Put a journal entry of what became durable since the last one; the caller holds the lock."""
+        if self._doubtful is not None:
+            self._put_entry(*self._doubtful)  # no key has two contents: whoever has seen it looks no more
+            if seal is not None:
+                seal = self._seal = replace(seal, journal=tuple(self._journal))
         named = sorted(self._unjournaled, key=lambda item: (item.array, item.index))
         entry = JournalEntry(
             self.keys.line,
@@ -258,16 +263,20 @@ class PartitionWriter:
             tuple(named),
             seal,
         )
-        data = entry.to_bytes()
-        ref = ObjectRef.of(self.keys.journal(self.writer, self.incarnation, entry.seq), data)
+        ref = ObjectRef.of(self.keys.journal(self.writer, self.incarnation, entry.seq), entry.to_bytes())
+        self._doubtful = ref, entry
+        self._put_entry(ref, entry)
+        return ref
+
+    def _put_entry(self, ref: ObjectRef, entry: JournalEntry) -> None:
         # A crash just before: the partitions are stored but not known, and are stored again; just after: recognised.
         events.reached("publish.journal.before", ref.key)
-        self.objects.put(ref.key, data)
+        self.objects.put(ref.key, entry.to_bytes())
         events.reached("publish.journal.stored", ref.key)
+        self._doubtful = None
         self._journal.append(ref)
-        self._unjournaled.clear()
+        self._unjournaled = [item for item in self._unjournaled if item not in entry.partitions]
         self._journaled_at = time.monotonic()
-        return ref
 
     def flush(self) -> None:
         """Store the partitions that are still open and wait for all uploads."""

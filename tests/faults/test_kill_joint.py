@@ -35,11 +35,11 @@ def test_killed_at_every_point_of_a_delta(nursery: Nursery, place: Place, rank: 
     assert rank or "publish.seals.awaited" in points
     assert not rank or "publish.outcome.awaited" in points
     missed = []
-    for nth, strike in enumerate(strikes(points)[:: every(place, 1 if announced else 3, 9)]):
+    for nth, strike in enumerate(strikes(points)[:: every(place, 1 if announced else 4, 12 if announced else 24)]):
         if not line.killed(other(line.published[-1], nth), rank, strike):
             missed.append(strike)
     assert not [point for point, nth in missed if nth == 1 and "log.checkpoint" not in point], missed
-    assert line.n_adopted > 0
+    assert line.n_adopted > 0 or place.is_slow  # of a server's store, few points are struck
     line.check_all()
 
 
@@ -48,7 +48,7 @@ def test_killed_at_every_point_of_an_anchor(nursery: Nursery, place: Place, rank
     place.create()
     points = Ranks(nursery, place, "recorded").publish(0)[rank].points
     lines = []
-    for nth, strike in enumerate(strikes(points)[:: every(place, 2, 12)]):
+    for nth, strike in enumerate(strikes(points)[:: every(place, 3, 18)]):
         line = Ranks(nursery, place, f"first-{nth}")
         assert line.killed(0, rank, strike) or strike[1] > 1, strike
         line.publish(1)
@@ -67,7 +67,7 @@ def test_killed_at_random_times(nursery: Nursery, place: Place) -> None:
     line.publish(1)
     lasts_s = time.monotonic() - began
     n_struck = 0
-    for nth in range(KILLS if not place.is_slow else max(2, KILLS // 4)):
+    for nth in range(KILLS if not place.is_slow else max(2, KILLS // 6)):
         state = other(line.published[-1], rng.randrange(3))
         line.announced = nth % 2 == 0
         children = line.start_all(state)

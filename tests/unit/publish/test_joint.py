@@ -22,10 +22,11 @@ from ranks import (
 )
 
 import dcr_store
-from dcr_store.errors import ConflictError, FencedError, IntegrityError, InvalidInputError, LagError
+from dcr_store.errors import ConflictError, FencedError, IntegrityError, InvalidInputError, LagError, StorageError
 from dcr_store.layout import slices
 from dcr_store.layout.affine_map import AffineMap
 from dcr_store.publish.joint import SliceTransaction
+from dcr_store.publish.seals import SealWatch
 from dcr_store.store import Store
 
 
@@ -399,6 +400,75 @@ def test_a_commit_that_is_not_told_to_its_end_is_told_by_the_next(
         assert fails.commit(timeout_s=5) == goes.commit(timeout_s=5)
         require_state(store, "main", state)
     assert store._slice_baselines["main", "r0"].at == other._slice_baselines["main", "r1"].at
+
+
+def test_a_seal_whose_answer_was_lost_is_not_overwritten(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has read it reads it no more: the seal for a later attempt is another entry."""
+    store, other = pair
+    state = random_state(0)
+    begin = {"writers": ["a", "b"], "owner": "run", "tensors": SHAPES, "takeover": True}
+    store.begin(**begin)
+    second = other.join(writer="b")
+    write(second, [whole(name) for name in SHAPES], state)
+    second.seal()
+    store.begin(**begin)
+    put = type(other._objects).put
+
+    def lost(objects: Any, key: str, data: bytes) -> None:
+        put(objects, key, data)
+        raise StorageError("no answer", key=key)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(other._objects), "put", lost)
+        with pytest.raises(StorageError):
+            second.commit(timeout_s=0)
+    first = store.begin(**begin)
+    watch = SealWatch(store._objects, first._keys, ["b"])
+    watch.look()
+    assert [watch.missing(attempt) for attempt in range(3)] == [[], [], ["b"]]
+    with pytest.raises(LagError):
+        second.commit(timeout_s=0)
+    watch.look()
+    assert watch.missing(2) == []
+    first.seal()
+    first.commit(timeout_s=5)
+    second.commit(timeout_s=5)
+    assert store.verify(deep=True).ok
+
+
+@pytest.mark.parametrize("more", [slice(0, 256), slice(256, 512)])
+def test_what_was_not_announced_is_refused(pair: Any, more: slice) -> None:
+    """Be it in a chunk that was announced, or in another one of its partition, which would be stored twice."""
+    store, _ = pair
+    bits = np.arange(1024, dtype=np.float32)
+    half = more.start + 100
+    announced = [slices.flat_part("w", "F32", (1024,), start, start + 100) for start in (0, 512, 768)]
+    transaction = store.begin(writers=["a"], tensors={"w": ("F32", (1024,))}, slices=announced)
+    for mapped in announced:
+        start = mapped.boxes["w"][0].there
+        transaction.write_slice(bits[start : start + 100], mapped)
+    with pytest.raises(InvalidInputError, match=r"more to chunk \d of u32 than it announced"):  # noqa: PT012
+        transaction.write_residual("w", bits[half : half + 20], half)
+        transaction.seal()  # at the latest
+    with pytest.raises(InvalidInputError, match="cannot go on"):
+        transaction.commit()
+    transaction.abort()
+
+
+def test_fragments_of_packed_values_are_counted_in_values(pair: Any) -> None:
+    torch = pytest.importorskip("torch")
+    store, _ = pair
+    octets = torch.arange(64, dtype=torch.uint8).reshape(8, 8)
+    tensor = octets.view(torch.float4_e2m1fn_x2)
+    for _ in range(2):
+        transaction = store.begin(writers=["a"], tensors={"w": ("F4", (8, 16))})
+        with pytest.raises(InvalidInputError, match="does not fit"):
+            transaction.write_residual("w", tensor[4:], 63)
+        transaction.write_residual("w", tensor[4:], 64)
+        transaction.write_residual("w", tensor[:4])
+        transaction.commit()
+        assert store.read("main")["w"].tobytes() == octets.numpy().tobytes()
+        octets ^= 7
 
 
 # ---------------------------------------------------------------------- two processes of one name
