@@ -31,7 +31,7 @@ from dcr_store.format.names import TransactionKeys, new_incarnation, new_txid, v
 from dcr_store.format.records import Abort
 from dcr_store.layout.affine_map import AffineMap
 from dcr_store.layout.boxes import Box, Dim, box
-from dcr_store.layout.coverage import covered
+from dcr_store.layout.coverage import doubled
 from dcr_store.layout.dtypes import DTYPES, Bits
 from dcr_store.layout.entry import TensorEntry
 from dcr_store.layout.layout import Layout
@@ -225,11 +225,8 @@ class SliceTransaction:
         is_residual: bool,
     ) -> None:
         for name, boxes in held.items():
-            twice = covered({name: [*self._held.get(name, ()), *boxes]}, {name: self.layout.entry(name).n_elements})
-            if twice.doubled:
-                raise InvalidInputError(
-                    f"writer {self.writer} wrote {twice.doubled[0]} before in this transaction", key=name
-                )
+            if (part := doubled(name, [*self._held.get(name, ()), *boxes])) is not None:
+                raise InvalidInputError(f"writer {self.writer} wrote {part} before in this transaction", key=name)
         with self._whole():
             for name, boxes in held.items():
                 self._held.setdefault(name, []).extend(boxes)
