@@ -471,6 +471,27 @@ def test_fragments_of_packed_values_are_counted_in_values(pair: Any) -> None:
         octets ^= 7
 
 
+def test_a_seal_in_the_wrong_place_does_not_count(pair: Any) -> None:
+    store, other = pair
+    state = random_state(0)
+    first = store.begin(writers=["a", "b"], tensors=SHAPES)
+    write(first, [whole(name) for name in SHAPES], state)
+    first.seal()
+    second = other.join(writer="b")
+    second.seal()
+    journal = f"{first._keys.prefix}journal/"
+    (key,) = [key for key in store._objects.list(journal) if "/b." in key]
+    data = store._objects.get(key)
+    store._objects.delete(key)
+    store._objects.put(key.replace("/b.", "/a."), data)
+    store._objects.put(key.replace("0.json", "1.json"), data)
+    with pytest.raises(LagError, match=r"1 of 2 .*: b;"):
+        first.commit(timeout_s=0)
+    store._objects.put(key, data)
+    first.commit(timeout_s=5)
+    require_state(store, "main", state)
+
+
 # ---------------------------------------------------------------------- two processes of one name
 
 
