@@ -372,7 +372,18 @@ class Store:
                 key=line,
                 expected="tensors",
             )
-        pending = begin(log, replace(intent, writers=writers, layout=sha256), check)
+
+        def check_layout(state: LineState) -> None:
+            check(state)
+            if tensors is None and state.head is not None and state.head.layout != sha256:
+                raise ConflictError(
+                    "somebody has just published other tensors; begin again",
+                    key=line,
+                    expected=sha256,
+                    found=state.head.layout,
+                )
+
+        pending = begin(log, replace(intent, writers=writers, layout=sha256), check_layout)
         try:
             transaction = self._slice_transaction(log, pending, writer or writers[0], slices, is_committer=True)
             self._joined[line, writer or writers[0]] = pending.txid

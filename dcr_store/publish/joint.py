@@ -83,6 +83,7 @@ class SliceTransaction:
         self._keys = TransactionKeys(log.line, pending.version, pending.txid)
         self._state = "open"
         self._pid = os.getpid()
+        self._closed = False
         self._spoiled: str | None = None
         self._held: dict[str, list[Box]] = {}
         self._used: dict[str, SliceBits] = {}
@@ -105,6 +106,7 @@ class SliceTransaction:
         is_delta = head is not None and head.layout == pending.layout
         self._base = Located(log.line, head) if head is not None and is_delta else None
         baseline.bring_to(self._base)
+        expected = None if slices is None else self._expected(slices)
         earlier = read_earlier(catalog.objects, self._keys, writer)
         document = catalog.document
         partitions = PartitionWriter(
@@ -119,7 +121,6 @@ class SliceTransaction:
             ChunkSpool(),
             bound=earlier,
         )
-        expected = None if slices is None else self._expected(slices)
         self._writer = SliceWriter(partitions, self.layout, self, is_anchor=self._base is None, expected=expected)
 
     def _expected(self, slices: Sequence[AffineMap]) -> dict[tuple[str, int], int]:
@@ -315,7 +316,8 @@ class SliceTransaction:
         self._require_counted(located)
         # Until here nothing has changed: where an answer was lost, ``commit`` again finds the same outcome.
         found = info_of(Located(self.line, self._log.complete(located.row)))
-        self._advance(located)
+        if not self._closed:  # else the baseline serves another transaction, which brings it to its base
+            self._advance(located)
         self._state, self._committed = "committed", found
         self._close()
         return found
@@ -472,9 +474,12 @@ class SliceTransaction:
     def _close(self) -> None:
         if self.is_committer:
             LIVE.discard(self.txid)
+        if self._closed:
+            return
+        self._closed = True
         self._writer.close()
-        release, self._release = self._release, lambda: None
-        release()
+        self._baseline.is_doubtful |= self._committed is None
+        self._release()
 
     def __enter__(self) -> Self:
         return self

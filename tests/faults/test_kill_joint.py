@@ -39,7 +39,7 @@ def test_killed_at_every_point_of_a_delta(nursery: Nursery, place: Place, rank: 
         if not line.killed(other(line.published[-1], nth), rank, strike):
             missed.append(strike)
     assert not [point for point, nth in missed if nth == 1 and "log.checkpoint" not in point], missed
-    assert line.n_adopted > 0 or place.is_slow  # of a server's store, few points are struck
+    assert line.n_adopted > 0 or place.is_slow or not announced  # else few points are struck
     line.check_all()
 
 

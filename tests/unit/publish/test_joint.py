@@ -22,11 +22,20 @@ from ranks import (
 )
 
 import dcr_store
-from dcr_store.errors import ConflictError, FencedError, IntegrityError, InvalidInputError, LagError, StorageError
+from dcr_store.errors import (
+    ConflictError,
+    FencedError,
+    IntegrityError,
+    InvalidInputError,
+    LagError,
+    OutcomeUnknownError,
+    StorageError,
+)
 from dcr_store.layout import slices
 from dcr_store.layout.affine_map import AffineMap
 from dcr_store.publish.joint import SliceTransaction
 from dcr_store.publish.seals import SealWatch
+from dcr_store.publish.slice_baseline import SliceBits
 from dcr_store.store import Store
 
 
@@ -550,6 +559,101 @@ def test_a_baseline_that_drifted_is_healed(tmp_path: Any) -> None:
         publish_jointly([store], states[2], maps)
         require_state(store, "main", states[2])
         assert store.verify(deep=True).ok
+
+
+def test_zeros_of_the_base_are_read_as_zeros(tmp_path: Any) -> None:
+    """They are stored nowhere: whatever the memory holds that they are read to, or what drifted."""
+    zeros = {name: np.zeros_like(array) for name, array in random_state(0).items()}
+    states = [zeros, random_state(1), zeros, zeros, random_state(2)]
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        maps = [maps_of(0, 1)]
+        for number, state in enumerate(states):
+            blank = SliceBits.blank
+
+            def dirty(pieces: Any, blank: Any = blank) -> SliceBits:
+                found: SliceBits = blank(pieces)
+                found.bits.view(np.uint8)[...] = 0xA5
+                return found
+
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(SliceBits, "blank", dirty)
+                if number % 2:
+                    store._slice_baselines.clear()
+                else:
+                    for held in (b for kept in store._slice_baselines.values() for b in kept.slices.values()):
+                        held.bits.view(np.uint8)[...] = 0x5A
+                publish_jointly([store], state, maps)
+            require_state(store, "main", state)
+        assert store.verify(deep=True).ok
+
+
+@pytest.mark.parametrize("what", ["owned", "digests"])
+def test_digests_that_drifted_are_taken_anew(tmp_path: Any, what: str) -> None:
+    """At once where they are compared; otherwise the committer refuses, and the next transaction has them right."""
+    states = states_of(2)
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        maps = [maps_of(0, 1)]
+        publish_jointly([store], states[0], maps)
+        for held in store._slice_baselines["main", "r0"].slices.values():
+            if held.bits.size:
+                getattr(held, what)[-1] ^= np.uint64(4)
+        if what == "owned":
+            transaction = store.begin(writers=["r0"])
+            write(transaction, maps[0], states[1])
+            with pytest.raises(IntegrityError, match="baseline is not the base"):
+                transaction.commit(timeout_s=1)
+            transaction.abort()
+        publish_jointly([store], states[1], maps)
+        publish_jointly([store], states[0], maps)
+        require_state(store, "main", states[0])
+        assert store.verify(deep=True).ok
+
+
+def test_an_outcome_that_is_found_out_late_does_not_touch_the_next_transaction(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = pair
+    states = states_of(3)
+    maps = maps_of(0, 1)
+    publish_jointly([store], states[0], [maps])
+    lost = store.begin(writers=["r0"])
+    append = lost._log.append
+
+    def unknown(decide: Any) -> Any:
+        append(decide)
+        raise OutcomeUnknownError("no answer", key="k")
+
+    with pytest.raises(OutcomeUnknownError), lost:  # noqa: PT012
+        write(lost, maps, states[1])
+        monkeypatch.setattr(lost._log, "append", unknown)
+    monkeypatch.undo()
+    following = store.begin(writers=["r0"])
+    write(following, maps[:3], states[2])
+    assert lost.commit().version == "main@1"
+    assert lost.commit().version == "main@1"
+    write(following, maps[3:], states[2])
+    following.commit(timeout_s=1)
+    require_state(store, "main@1", states[1])
+    require_state(store, "main", states[2])
+
+
+def test_tensors_are_those_of_the_head_when_it_begins(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = pair
+    publish_jointly([store], random_state(0), [maps_of(0, 1)])
+    begin = dcr_store.publish.opening.begin
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        with other.begin() as transaction:
+            transaction.write("w", np.zeros(3, np.float32))
+        return begin(*arguments)
+
+    monkeypatch.setattr(dcr_store.publish.opening, "begin", late)
+    with pytest.raises(ConflictError, match="other tensors"):
+        store.begin(writers=["a"])
+    with store.begin(writers=["a"]) as transaction:
+        transaction.write_slice(np.ones(3, np.float32), slices.whole("w", "F32", (3,)))
+    assert store.read("main")["w"].tolist() == [1, 1, 1]
 
 
 def test_values_of_two_elements(tmp_path: Any) -> None:
