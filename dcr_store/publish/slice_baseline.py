@@ -147,9 +147,8 @@ class SliceBaseline:
             if crc64(bits.packed(index)) == int(bits.digests[index]):
                 return
             _read(catalog, self.at, [(bits, index)])
-            bits.note(
-                index, self.chunk_elements
-            )  # of what was read and checked: the digest may have been what is wrong
+            # Of what was read, and checked on the way: it may have been the digest that was wrong.
+            bits.note(index, self.chunk_elements)
             events.reached("slices.healed", f"{bits.pieces[index].space} {bits.pieces[index].chunk}")
 
     def change(
