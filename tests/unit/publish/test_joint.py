@@ -335,6 +335,18 @@ def test_a_committer_that_was_taken_over_ends_nothing_and_its_process_may_begin_
     require_state(store, "main", state)
 
 
+def test_a_transaction_that_was_forgotten_may_be_resumed_by_its_owner(pair: Any) -> None:
+    store, _ = pair
+    lost = store.begin(writers=["a"], owner="run", tensors=SHAPES)
+    with pytest.raises(ConflictError, match="open since"):
+        store.begin(writers=["a"], owner="run", tensors=SHAPES)
+    del lost
+    gc.collect()
+    again = store.begin(writers=["a"], owner="run", tensors=SHAPES)
+    assert again.attempt == 1
+    again.abort()
+
+
 def test_a_joined_writer_that_ends_does_not_make_the_committer_look_dead(pair: Any) -> None:
     store, other = pair
     first = store.begin(writers=["a", "b"], owner="run", tensors=SHAPES)
