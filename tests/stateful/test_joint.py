@@ -317,6 +317,7 @@ class JointMachine(RuleBasedStateMachine):
         n_changed = 0
         for writer in writers:
             owned = {entry.name: np.zeros(entry.n_elements, bool) for entry in layout.tensors}
+            residual = {entry.name: np.zeros(entry.n_elements, bool) for entry in layout.tensors}
             for item in writes:
                 if item.writer != writer:
                     continue
@@ -326,12 +327,14 @@ class JointMachine(RuleBasedStateMachine):
                     per = entry.n_elements // max(1, math.prod(entry.shape)) or 1
                     there = mapped.canonical_of(name, np.arange(math.prod(mapped.shape)))
                     owned[name].reshape(-1, per)[there[there >= 0]] = True
+                    if item.mapped is None and is_delta:
+                        residual[name].reshape(-1, per)[there[there >= 0]] = True
             rows = contributions.decode(objects.get(seals[writer].contributions.key), "")
             told = Ownership.from_bytes(objects.get(seals[writer].ownership.key), "")
             for space, length in layout.spaces.items():
                 n_chunks = -(-length // CHUNK_ELEMENTS)
                 kind = uint_dtype(space)
-                base, change, ones = (np.zeros(n_chunks * CHUNK_ELEMENTS, kind) for _ in range(3))
+                base, mask, overwritten, ones = (np.zeros(n_chunks * CHUNK_ELEMENTS, kind) for _ in range(4))
                 for entry in layout.tensors:
                     if entry.space != space:
                         continue
@@ -340,9 +343,11 @@ class JointMachine(RuleBasedStateMachine):
                     new = np.frombuffer(raw(self.state[entry.name]), kind)
                     old = np.zeros_like(new) if before is None else np.frombuffer(raw(before[entry.name]), kind)
                     base[place][mine] = old[mine]
-                    change[place][mine] = old[mine] ^ new[mine]
+                    over = residual[entry.name]
+                    mask[place][mine & ~over] = (old ^ new)[mine & ~over]
+                    overwritten[place][over] = (old ^ new)[over]
                     ones[place][mine] = np.iinfo(kind).max
-                n_changed += int(np.count_nonzero(change))
+                n_changed += int(np.count_nonzero(mask) + np.count_nonzero(overwritten))
 
                 def digests(bits: np.ndarray[Any, Any], kind: Any = kind, space: str = space) -> dict[int, int]:
                     nbytes = CHUNK_ELEMENTS * width(space)
@@ -354,8 +359,7 @@ class JointMachine(RuleBasedStateMachine):
                 found = {int(row[0]): row[1:] for row in rows[space]}
                 assert list(found) == sorted(wanted_ones), "a row for each chunk of which it owns something"
                 for chunk, row in found.items():
-                    assert int(row[0]) ^ int(row[1]) == digests(change)[chunk]
-                    assert int(row[2]) == digests(base)[chunk]
+                    assert row.tolist() == [digests(bits)[chunk] for bits in (mask, overwritten, base)]
         counts = located.row.counts
         assert counts.changed == (n_changed if is_delta else counts.elements)
 
