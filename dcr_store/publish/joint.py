@@ -269,8 +269,11 @@ class SliceTransaction:
     def _store_ownership(self) -> ObjectRef:
         """Store what this writer owns, unless the base has the same."""
         boxes = {name: tuple(owned_box(item) for item in items) for name, items in self._held.items()}
-        ones = ones_of(self.layout, boxes, self._writer_chunk)
-        data = Ownership(self.layout.sha256, self.writer, boxes, ones).to_bytes()
+        known = self._baseline.owned
+        if known is None or (known.layout, known.writer, known.boxes) != (self.layout.sha256, self.writer, boxes):
+            ones = ones_of(self.layout, boxes, self._writer_chunk)
+            known = self._baseline.owned = Ownership(self.layout.sha256, self.writer, boxes, ones)
+        data = known.to_bytes()
         self._ownership = self._baseline.ownership
         if self._ownership is None or self._ownership[0] != data:
             self._ownership = data, self._writer.partitions.put_now("ownership.json", data)

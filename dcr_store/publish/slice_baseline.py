@@ -20,6 +20,7 @@ from dcr_store.codec.digest import crc64, linear
 from dcr_store.format.documents import SPACES, ObjectRef
 from dcr_store.layout.dtypes import Bits, uint_dtype, width
 from dcr_store.layout.pieces import Piece
+from dcr_store.publish.ownership import Ownership
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.path import ZERO
 from dcr_store.versions.replay import everywhere, replay
@@ -100,12 +101,15 @@ class SliceBaseline:
         What the seal of that version says about who owns what, and where it is: as long as the version is kept.
     is_doubtful : bool
         Whether the last transaction ended without a version, be it because what a writer has of the base was not that.
+    owned : Ownership or None
+        What was worked out last about who owns what, whether or not it is stored: it follows from the slices alone.
     """
 
     chunk_elements: int
     at: Located | None = None
     slices: dict[str, SliceBits] = field(default_factory=dict)
     ownership: tuple[bytes, ObjectRef] | None = None
+    owned: Ownership | None = None
     is_doubtful: bool = False
     _pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
     _healing: threading.Lock = field(default_factory=threading.Lock)
