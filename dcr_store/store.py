@@ -27,6 +27,7 @@ from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.info import VersionDetail, VersionInfo, detail_of, info_of
 
 if TYPE_CHECKING:
+    from dcr_store.history.checkout_dcp import DcpResult
     from dcr_store.history.diff import Diff
     from dcr_store.history.report import VerifyReport
     from dcr_store.layout.layout import Layout
@@ -566,8 +567,32 @@ class Store:
 
     # ------------------------------------------------------------------ receiving
 
-    def checkout(self, version: str, directory: Url, *, force: bool = False) -> PullResult:
-        """Write a version's checkpoint into a directory, byte for byte as it was published; see ``pull``."""
+    @overload
+    def checkout(
+        self, version: str, directory: Url, *, force: bool = False, format: Literal["published"] = "published"
+    ) -> PullResult: ...
+    @overload
+    def checkout(self, version: str, directory: Url, *, force: bool = False, format: Literal["dcp"]) -> DcpResult: ...
+    def checkout(
+        self, version: str, directory: Url, *, force: bool = False, format: str = "published"
+    ) -> PullResult | DcpResult:
+        """Write a version's checkpoint into a directory.
+
+        Parameters
+        ----------
+        force : bool
+            Also where the directory holds something that no version accounts for; of ``dcp``, where a distributed
+            checkpoint is, which is replaced.
+        format : {"published", "dcp"}
+            Byte for byte as it was published (see ``pull``), or a folder that ``torch.distributed.checkpoint`` loads,
+            in which tied names are tensors of their own; that needs torch.
+        """
+        if format == "dcp":
+            from dcr_store.history.checkout_dcp import checkout_dcp
+
+            return checkout_dcp(self._catalog, self._catalog.resolve(version), directory, force=force)
+        if format != "published":
+            raise InvalidInputError("unknown format", key="format", expected="published or dcp", found=repr(format))
         return self.pull(directory, version, force=force)
 
     @overload
