@@ -39,27 +39,37 @@ class Block(nn.Module):
         self.up = nn.Linear(6, 10)
         self.down = nn.Linear(10, 6, bias=False)
 
+    def forward(self, found: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(found.view(-1, 3)).view(found.shape)))
+
 
 class Model(nn.Module):
-    """Several dtypes, buffers, a scalar, and, if tied, one tensor of two names."""
+    """Several dtypes, buffers, a scalar, and, if tied, one tensor of two names; what is to be run has one dtype."""
 
-    def __init__(self, *, is_tied: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.embed = nn.Embedding(19, 6)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.stats = nn.BatchNorm1d(5)
         self.head = nn.Linear(6, 19, bias=False)
         self.to(torch.bfloat16)
-        self.blocks[1].norm.float()
+        if kind != "run":
+            self.blocks[1].norm.float()
         self.register_buffer("empty", torch.empty(0, 4))
-        if is_tied:
+        if kind != "untied":
             self.head.weight = self.embed.weight
 
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        found = self.embed(numbers)
+        for block in self.blocks:
+            found = block(found)
+        return self.head(found)
 
-def model(number: int, *, is_tied: bool) -> Model:
+
+def model(number: int, kind: str) -> Model:
     """The same bits on each rank; a few of them are others from one state to the next."""
     torch.manual_seed(11)
-    found = Model(is_tied=is_tied)
+    found = Model(kind)
     with torch.no_grad():
         for step in range(number):
             for tensor in dict.fromkeys(found.state_dict().values()):
@@ -97,22 +107,31 @@ def tp_fsdp2(module: Model, n_ranks: int) -> Model:
     return fully_shard(module, mesh=mesh["dp"])
 
 
-CASES: dict[str, tuple[Callable[[Model, int], Model], bool]] = {
-    "plain": (lambda module, n_ranks: module, True),
-    "fsdp2": (fsdp2, True),
-    "hsdp": (hsdp, True),
-    "tp": (tensor_parallel, False),
-    "tp_fsdp2": (tp_fsdp2, False),
+def run(module: Model, n_ranks: int) -> Model:
+    """In the middle of a step: nothing has changed, but FSDP2 has left the root's parameters whole."""
+    fsdp2(module, n_ranks)
+    module(torch.arange(7)).sum().backward()
+    module(torch.arange(7))
+    return module
+
+
+CASES: dict[str, tuple[Callable[[Model, int], Model], str]] = {
+    "plain": (lambda module, n_ranks: module, "tied"),
+    "fsdp2": (fsdp2, "tied"),
+    "run": (run, "run"),
+    "hsdp": (hsdp, "tied"),
+    "tp": (tensor_parallel, "untied"),
+    "tp_fsdp2": (tp_fsdp2, "untied"),
 }
 
 
 def publish(case: str, rank: int, n_ranks: int, url: str, first: int, last: int, folder: Path) -> None:
-    shard, is_tied = CASES[case]
+    shard, kind = CASES[case]
     answers: list[dict[str, Any]] = []
     stopped = int(os.environ.get("DCR_TEST_FAILS", "-1")) == rank
     with dcr_store.open(url) as store:
         for number in range(first, last + 1):
-            module = shard(model(number, is_tied=is_tied), n_ranks)
+            module = shard(model(number, kind), n_ranks)
             if stopped:
                 module.register_buffer("unexpected", torch.zeros(2))
             start = time.monotonic()

@@ -171,6 +171,8 @@ class _Gatherer:
 
 def _read(catalog: Catalog, located: Located, wanted: Sequence[tuple[SliceBits, int]]) -> None:
     """Replay the chunks that pieces meet, from the nearest anchor."""
+    for bits, index in wanted:
+        bits.packed(index).fill(0)  # a chunk of zeros is stored nowhere, and so is not written
     target = _Gatherer(wanted)
     path = route(catalog, located).path
     places = everywhere(path, ZERO)

@@ -47,17 +47,17 @@ def published(
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[list[str], list[dict[str, bytes]]]]:
-    """Roots and bits of one publisher of the full states, by whether they are tied."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str], list[dict[str, bytes]]]]:
+    """Roots and bits of one publisher of the full states, by kind."""
     import torch
     from module_ranks import model
 
     found = {}
-    for is_tied in (False, True):
+    for kind in ("tied", "untied", "run"):
         states: list[dict[str, bytes]] = []
         with dcr_store.create(tmp_path_factory.mktemp("alone") / "s", chunk_elements=CHUNK_ELEMENTS) as store:
             for number in range(6):
-                state = model(number, is_tied=is_tied).state_dict()
+                state = model(number, kind).state_dict()
                 with store.begin() as transaction:
                     for name, tensor in state.items():
                         transaction.write(name, tensor)
@@ -67,7 +67,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[list[str
                         for name, tensor in state.items()
                     }
                 )
-            found[is_tied] = [info.root for info in store.log()], states
+            found[kind] = [info.root for info in store.log()], states
     return found
 
 
@@ -91,7 +91,7 @@ def require(tmp_path: Path, case: str, answers: list[list[dict[str, Any]]], alon
 
 @pytest.mark.parametrize(
     ("n_ranks", "cases"),
-    [(2, "plain,fsdp2,tp"), (3, "plain,fsdp2,tp"), (4, "fsdp2,hsdp,tp,tp_fsdp2"), (8, "hsdp,tp_fsdp2")],
+    [(2, "plain,run,tp"), (3, "plain,fsdp2,tp"), (4, "fsdp2,hsdp,tp,tp_fsdp2"), (8, "hsdp,tp_fsdp2")],
 )
 def test_ranks_publish_what_one_process_publishes_of_the_full_state(
     tmp_path: Path, alone: Any, n_ranks: int, cases: str
