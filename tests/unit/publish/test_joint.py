@@ -477,3 +477,25 @@ def test_values_of_two_elements(tmp_path: Any) -> None:
             assert store.read("main")["phase"].tobytes() == array.tobytes()
             array = array * np.complex128(2)
         assert store.verify(deep=True).ok
+
+
+def test_who_joins_one_of_these_writers_waits_for_a_live_owner(tmp_path: Any) -> None:
+    import os
+
+    from dcr_store.publish.owner import default_owner
+
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    parts = default_owner().split(":")
+    parts[4] = str(child)
+    tensors = {"q": SHAPES["q"]}
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store, dcr_store.open(store.url) as other:
+        store.begin(writers=["a", "b"], tensors=tensors, owner=":".join(parts))._close()
+        with pytest.raises(LagError, match="nobody has begun"):
+            other.join(writer="b", writers=["a", "b"], timeout_s=0.1)
+        store.begin(writers=["a", "b"], tensors=tensors)
+        with pytest.raises(LagError, match="nobody has begun"):
+            other.join(writer="b", writers=["b", "a"], timeout_s=0.1)
+        assert other.join(writer="b", writers=["a", "b"], timeout_s=5).version == "main@0"

@@ -250,6 +250,26 @@ def test_safetensors_go_first_and_other_directories_are_no_folders_of_dcp(tmp_pa
     assert not is_dcp(tmp_path / "none")
 
 
+@pytest.mark.parametrize("start", [0, 5])
+@pytest.mark.parametrize("step", [1, 2])
+def test_tensors_may_lie_anywhere_in_their_storage(folder: Path, start: int, step: int) -> None:
+    import torch
+
+    with torch.no_grad():
+        tensor = torch.arange(40, dtype=torch.float16)[start : start + 7 * step : step]
+    archive = io.BytesIO()
+    torch.save(torch.nn.Parameter(tensor), archive)
+    (folder / "other.distcp").write_bytes(b"odd" + archive.getvalue())
+
+    def change(metadata: Any) -> None:
+        info = first(metadata)
+        info.relative_path, info.offset, info.length = "other.distcp", 3, len(archive.getvalue())
+
+    edited(folder, change)
+    with open_source(folder) as checkpoint:
+        assert checkpoint.bits("half").tobytes() == bits_of(tensor)
+
+
 # ---------------------------------------------------------------------- damaged and foreign folders
 
 
