@@ -385,10 +385,22 @@ class Store:
                 key=line,
                 expected="tensors",
             )
-        pending = begin(log, replace(intent, writers=writers, layout=sha256), check)
+
+        def check_layout(state: LineState) -> None:
+            check(state)
+            if tensors is None and state.head is not None and state.head.layout != sha256:
+                raise ConflictError(
+                    "somebody has just published other tensors; begin again",
+                    key=line,
+                    expected=sha256,
+                    found=state.head.layout,
+                )
+
+        pending = begin(log, replace(intent, writers=writers, layout=sha256), check_layout)
         try:
+            transaction = self._slice_transaction(log, pending, writer or writers[0], slices, is_committer=True)
             self._joined[line, writer or writers[0]] = pending.txid
-            return self._slice_transaction(log, pending, writer or writers[0], slices, is_committer=True)
+            return transaction
         except Exception as error:
             abandon(log, pending, f"could not start: {error}"[:500])
             raise
@@ -443,8 +455,9 @@ class Store:
         log = self._catalog.log(line)
         wanted = None if writers is None else check_writers(writers)
         pending = awaited(log, txid, self._joined.get((line, writer)), timeout_s, wanted)
+        transaction = self._slice_transaction(log, pending, writer, slices, is_committer=False)
         self._joined[line, writer] = pending.txid
-        return self._slice_transaction(log, pending, writer, slices, is_committer=False)
+        return transaction
 
     def _slice_transaction(
         self,

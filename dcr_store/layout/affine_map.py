@@ -22,7 +22,7 @@ from dcr_store.errors import FormatError, InvalidInputError
 from dcr_store.format import canonical
 from dcr_store.format.fields import MAX_COUNT, Fields
 from dcr_store.layout.boxes import Box, Dim, box, clipped, join, merged
-from dcr_store.layout.coverage import Coverage, Part, covered
+from dcr_store.layout.coverage import Coverage, Part, covered, doubled
 from dcr_store.layout.dtypes import DType, n_elements, shown
 from dcr_store.layout.dtypes import dtype as dtype_row
 from dcr_store.layout.entry import name_problem
@@ -263,8 +263,8 @@ def _require_inside(name: str, boxes: Sequence[Box], n_local: int, n_canonical: 
                 expected=f"{n_canonical} values",
                 found=f"number {item.there_stop - 1}",
             )
-    if doubled := covered({name: boxes}, {name: n_canonical}).doubled:
-        raise InvalidInputError(f"the slice has several values for {doubled[0]}", key=name)
+    if (part := doubled(name, boxes)) is not None:
+        raise InvalidInputError(f"the slice has several values for {part}", key=name)
 
 
 def coverage(maps: Sequence[AffineMap], tensors: Mapping[str, Sequence[int]]) -> Coverage:

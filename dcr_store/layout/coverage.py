@@ -73,6 +73,22 @@ def covered(held: Mapping[str, Iterable[Box]], n_values: Mapping[str, int]) -> C
     return Coverage(missing.n_values, doubled.n_values, tuple(missing.parts), tuple(doubled.parts))
 
 
+def doubled(name: str, boxes: Iterable[Box]) -> Part | None:
+    """Return the first part of a tensor that several boxes hold, None if there is none."""
+    for cluster in _clusters(boxes):
+        start, stop = cluster[0].there, max(item.there_stop for item in cluster)
+        if len(cluster) == 1 or _are_apart(cluster, stop - start):
+            continue
+        found = _Parts()
+        for low, counts in _counted(cluster, start, stop):
+            found.add_runs(name, low, counts > 1)
+            if found.parts and found.parts[0].stop < low + len(counts):
+                break
+        if found.parts:
+            return found.parts[0]
+    return None
+
+
 class _Parts:
     """Parts as they are found, by rising place; a few are kept of each tensor."""
 

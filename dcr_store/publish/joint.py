@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Self
 
 from dcr_store import events
 from dcr_store.errors import (
+    ConflictError,
     DcrError,
     FencedError,
     InvalidInputError,
@@ -29,20 +31,22 @@ from dcr_store.format.names import TransactionKeys, new_incarnation, new_txid, v
 from dcr_store.format.records import Abort
 from dcr_store.layout.affine_map import AffineMap
 from dcr_store.layout.boxes import Box, Dim, box
-from dcr_store.layout.coverage import covered
-from dcr_store.layout.dtypes import Bits
+from dcr_store.layout.coverage import doubled
+from dcr_store.layout.dtypes import DTYPES, Bits
 from dcr_store.layout.entry import TensorEntry
 from dcr_store.layout.layout import Layout
 from dcr_store.layout.pieces import Piece, in_elements, pieces, require_entry
 from dcr_store.layout.tensors import as_bits
 from dcr_store.log.fold import LineState, OpenTransaction, VersionRow
 from dcr_store.log.line import LineLog
+from dcr_store.payload.contributions import Rows
+from dcr_store.payload.version import read_manifest
 from dcr_store.publish.committing import Proposal, Sealed, append_commit, propose, store_proposal
 from dcr_store.publish.opening import LIVE
 from dcr_store.publish.owner import is_dead
 from dcr_store.publish.ownership import Ownership, check_ownership, ones_of, owned_box
-from dcr_store.publish.partitions import PartitionWriter, read_durable
-from dcr_store.publish.seals import SealWatch
+from dcr_store.publish.partitions import PartitionWriter, read_earlier
+from dcr_store.publish.seals import SealWatch, read_seal, same_bits
 from dcr_store.publish.slice_baseline import SliceBaseline, SliceBits
 from dcr_store.publish.slice_writer import SliceWriter
 from dcr_store.publish.spool import ChunkSpool
@@ -83,11 +87,16 @@ class SliceTransaction:
         self._keys = TransactionKeys(log.line, pending.version, pending.txid)
         self._state = "open"
         self._pid = os.getpid()
+        self._closed = False
         self._spoiled: str | None = None
         self._held: dict[str, list[Box]] = {}
         self._used: dict[str, SliceBits] = {}
         self._committed: VersionInfo | None = None
         self._proposed: tuple[int, list[Sealed], Proposal] | None = None
+        self._rows: Mapping[str, Rows] = {}
+        self._ownership: tuple[bytes, ObjectRef] | None = None
+        if is_committer:
+            weakref.finalize(self, LIVE.discard, pending.txid)
         if writer not in pending.writers:
             raise InvalidInputError(
                 "the transaction was begun for other writers", key=writer, expected=list(pending.writers)
@@ -101,7 +110,9 @@ class SliceTransaction:
         is_delta = head is not None and head.layout == pending.layout
         self._base = Located(log.line, head) if head is not None and is_delta else None
         baseline.bring_to(self._base)
-        durable = read_durable(catalog.objects, self._keys, writer)
+        announced = slices(self.layout) if callable(slices) else slices
+        expected = None if announced is None else self._expected(announced)
+        earlier = read_earlier(catalog.objects, self._keys, writer)
         document = catalog.document
         partitions = PartitionWriter(
             catalog.objects,
@@ -111,12 +122,10 @@ class SliceTransaction:
             self.attempt,
             document.codec,
             document.chunk_elements,
-            durable,
+            earlier.durable,
             ChunkSpool(),
-            is_bound=True,
+            bound=earlier,
         )
-        announced = slices(self.layout) if callable(slices) else slices
-        expected = None if announced is None else self._expected(announced)
         self._writer = SliceWriter(partitions, self.layout, self, is_anchor=self._base is None, expected=expected)
 
     def _expected(self, slices: Sequence[AffineMap]) -> dict[tuple[str, int], int]:
@@ -175,6 +184,7 @@ class SliceTransaction:
         fragment : numpy.ndarray or torch.Tensor
             Of its dtype and any shape; the values `offset`, `offset` + 1, … of the tensor in C order.
         offset : int
+            In values; of packed ones, where a byte begins.
 
         Raises
         ------
@@ -184,9 +194,9 @@ class SliceTransaction:
         self._require_unsealed()
         entry = self.layout.entry(name)
         data = as_bits(name, fragment)
-        n_values = entry.n_elements and entry.n_elements // max(1, _n_values(entry))
-        start = offset * max(n_values, 1) if isinstance(offset, int) else -1
-        if data.dtype != entry.dtype or not 0 <= start <= start + len(data.bits) <= entry.n_elements:
+        row = DTYPES[entry.dtype]
+        start, rest = divmod(offset * row.bits, 8 * row.width) if isinstance(offset, int) else (-1, 0)
+        if data.dtype != entry.dtype or rest or not 0 <= start <= start + len(data.bits) <= entry.n_elements:
             raise InvalidInputError(
                 "the fragment does not fit the tensor",
                 key=name,
@@ -221,11 +231,8 @@ class SliceTransaction:
         is_residual: bool,
     ) -> None:
         for name, boxes in held.items():
-            twice = covered({name: [*self._held.get(name, ()), *boxes]}, {name: self.layout.entry(name).n_elements})
-            if twice.doubled:
-                raise InvalidInputError(
-                    f"writer {self.writer} wrote {twice.doubled[0]} before in this transaction", key=name
-                )
+            if (part := doubled(name, [*self._held.get(name, ()), *boxes])) is not None:
+                raise InvalidInputError(f"writer {self.writer} wrote {part} before in this transaction", key=name)
         with self._whole():
             for name, boxes in held.items():
                 self._held.setdefault(name, []).extend(boxes)
@@ -259,22 +266,20 @@ class SliceTransaction:
             return
         self._require_unsealed()
         with self._whole():
-            rows = self._writer.finish()
+            self._rows = self._writer.finish()
             ownership = self._store_ownership()
-            self._writer.partitions.seal(self.layout.spaces, rows, [], self._writer.n_changed, ownership)
+            self._writer.partitions.seal(self.layout.spaces, self._rows, [], self._writer.n_changed, ownership)
         self._state = "sealed"
 
     def _store_ownership(self) -> ObjectRef:
-        """Store what this writer owns, unless an earlier version has the same."""
+        """Store what this writer owns, unless the base has the same."""
         boxes = {name: tuple(owned_box(item) for item in items) for name, items in self._held.items()}
         ones = ones_of(self.layout, boxes, self._writer_chunk)
         data = Ownership(self.layout.sha256, self.writer, boxes, ones).to_bytes()
-        known = self._baseline.ownership
-        if known is not None and known[0] == data and self._base is not None:
-            return known[1]
-        ref = self._writer.partitions.put_now("ownership.json", data)
-        self._baseline.ownership = data, ref
-        return ref
+        self._ownership = self._baseline.ownership
+        if self._ownership is None or self._ownership[0] != data:
+            self._ownership = data, self._writer.partitions.put_now("ownership.json", data)
+        return self._ownership[1]
 
     def commit(self, *, timeout_s: float | None = None) -> VersionInfo:
         """Seal, and wait until the version is in the store. The writer that began the transaction puts it there.
@@ -293,6 +298,8 @@ class SliceTransaction:
             If an element was written by nobody, or by several writers, or a writer saw another base.
         FencedError
             If the transaction was taken over or aborted: nothing was committed.
+        ConflictError
+            If the version was committed with other bits that another process sealed under this writer's name.
         OutcomeUnknownError
             If the answer was lost for good: look at the log before anything else.
         """
@@ -304,17 +311,26 @@ class SliceTransaction:
         elif self._state != "sealed":
             raise InvalidInputError(f"the transaction for {self.version} is {self._state}", key=self.txid)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        row = self._commit_all(deadline, timeout_s) if self.is_committer else self._await_outcome(deadline, timeout_s)
-        self._state = "committed"
-        located = Located(self.line, row)
-        self._committed = info_of(Located(self.line, self._log.complete(row)))
-        self._advance(located)
+        try:
+            decide = self._commit_all if self.is_committer else self._await_outcome
+            located = Located(self.line, decide(deadline, timeout_s))
+        except FencedError:
+            self._state = "fenced"
+            self._close()
+            raise
+        self._require_counted(located)
+        # Until here nothing has changed: where an answer was lost, ``commit`` again finds the same outcome.
+        found = info_of(Located(self.line, self._log.complete(located.row)))
+        if not self._closed:  # else the baseline serves another transaction, which brings it to its base
+            self._advance(located)
+        self._state, self._committed = "committed", found
         self._close()
-        return self._committed
+        return found
 
     def _commit_all(self, deadline: float | None, timeout_s: float | None) -> VersionRow:
         if self._proposed is None:
             watch = SealWatch(self._catalog.objects, self._keys, self._pending.writers)
+            events.reached("publish.seals.awaited", self.version)
             for _ in _tries(deadline):
                 watch.look()
                 if not watch.missing(self.attempt):
@@ -328,6 +344,7 @@ class SliceTransaction:
                     key=self.txid,
                     advice="commit again to go on waiting, or abort",
                 )
+            events.reached("publish.seals.found", self.version)
             found = watch.sealed(self.attempt)
             check_ownership(self.layout, [owned for _, owned in found], self._writer_chunk)
             sealed = [item for item, _ in found]
@@ -337,17 +354,14 @@ class SliceTransaction:
             self._proposed = self.attempt, sealed, proposal
         _, sealed, proposal = self._proposed
         store_proposal(self._catalog.objects, self._keys, sealed, proposal)
-        try:
-            return append_commit(self._log, proposal, self._require_ours)
-        except FencedError:
-            self._close()
-            raise
+        return append_commit(self._log, proposal, self._require_ours)
 
     def _files(self) -> Sequence[CheckpointFile]:
         """Return the files of the base: headers and side files go on with the layout."""
         return () if self._base is None else self._catalog.contents(self._base).manifest.files
 
     def _await_outcome(self, deadline: float | None, timeout_s: float | None) -> VersionRow:
+        events.reached("publish.outcome.awaited", self.version)
         for _ in _tries(deadline):
             state = self._log.refresh()
             pending = state.open
@@ -360,8 +374,6 @@ class SliceTransaction:
             row = self._log.row(self._pending.version)
             if row is not None and row.txid == self.txid:
                 return row
-            self._state = "fenced"
-            self._close()
             raise FencedError(f"the transaction for {self.version} was aborted; nothing was committed", key=self.txid)
         raise LagError(
             f"{self.version} is sealed by writer {self.writer}, and not committed after {timeout_s:g} s",
@@ -369,8 +381,29 @@ class SliceTransaction:
             advice="commit again to go on waiting, or abort",
         )
 
+    def _require_counted(self, located: Located) -> None:
+        """Refuse a version that has, of this writer, other bits: those of a process that used its name as well."""
+        manifest = read_manifest(self._catalog.objects, located.row.manifest)
+        seal = next(seal for seal in manifest.seals if seal.writer == self.writer)
+        if seal.incarnation == self._writer.partitions.incarnation:
+            return
+        if same_bits(self._rows, read_seal(self._catalog.objects, seal)):
+            return
+        self._baseline.bring_to(None)
+        self._state = "fenced"
+        self._close()
+        raise ConflictError(
+            f"{self.version} was committed with what another process sealed as writer {self.writer}; the weights of "
+            "this one are others, and are not in it: end one of the two, then publish them as the next version",
+            key=seal.ref.key,
+            expected=f"incarnation {self._writer.partitions.incarnation}",
+            found=f"incarnation {seal.incarnation}",
+        )
+
     def _advance(self, located: Located) -> None:
         """Bring the baseline to the version: known to be committed."""
+        # Not before: what a transaction stored that ends without a version may be deleted.
+        self._baseline.ownership = self._ownership
         if self._base is None:
             self._baseline.slices = dict(self._used)
         else:
@@ -379,13 +412,13 @@ class SliceTransaction:
             for key in set(self._baseline.slices) - set(self._used):
                 del self._baseline.slices[key]  # not this writer's any more
         self._baseline.at = located
+        events.reached("publish.baseline.advanced", self.version)
 
     # ------------------------------------------------------------------ ending
 
     def _require_ours(self, state: LineState) -> None:
         pending = state.open
         if pending is None or (pending.txid, pending.attempt) != (self.txid, self.attempt):
-            self._state = "fenced"
             raise FencedError(
                 f"the transaction for {self.version} was taken over or aborted; nothing was committed: look at the "
                 "log, then begin again",
@@ -405,6 +438,8 @@ class SliceTransaction:
             pending = state.open
             if pending is None or pending.txid != self.txid:
                 raise FencedError(f"the transaction for {self.version} has ended", key=self.txid)
+            if self.is_committer:
+                self._require_ours(state)  # a committer that was taken over has nothing to say any more
             return Abort(
                 line=self.line,
                 seq=state.length,
@@ -442,10 +477,14 @@ class SliceTransaction:
             )
 
     def _close(self) -> None:
-        LIVE.discard(self.txid)
+        if self.is_committer:
+            LIVE.discard(self.txid)
+        if self._closed:
+            return
+        self._closed = True
         self._writer.close()
-        release, self._release = self._release, lambda: None
-        release()
+        self._baseline.is_doubtful |= self._committed is None
+        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -453,7 +492,7 @@ class SliceTransaction:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, OutcomeUnknownError):
+        if isinstance(error, OutcomeUnknownError) and self._proposed is not None:
             self._close()
         elif error is not None:
             self._give_up(error)
@@ -504,13 +543,6 @@ def awaited(
 
 def _is_of(pending: OpenTransaction, writers: tuple[str, ...] | None) -> bool:
     return writers is None or (pending.writers == writers and not is_dead(pending.owner))
-
-
-def _n_values(entry: TensorEntry) -> int:
-    n = 1
-    for size in entry.shape:
-        n *= size
-    return n
 
 
 def _tries(deadline: float | None) -> Iterator[None]:

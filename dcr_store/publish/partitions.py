@@ -36,6 +36,25 @@ _N_UPLOADS: Final = 8
 Durable = Mapping[tuple[str, int, str], Partition]
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What earlier incarnations of a writer journaled in a transaction.
+
+    Attributes
+    ----------
+    durable : mapping of (str, int, str) to Partition
+        By array, index and SHA-256: the partitions that are there.
+    named : mapping of (str, int) to str
+        By array and index: the SHA-256 of each that was journaled, there or not.
+    is_sealed : bool
+        Whether these are all, and sealed.
+    """
+
+    durable: Durable
+    named: Mapping[tuple[str, int], str]
+    is_sealed: bool
+
+
 @dataclass(slots=True)
 class _Open:
     """A partition that still waits for chunks."""
@@ -91,8 +110,8 @@ class PartitionWriter:
         (array, index, sha256) → partition entry of earlier incarnations of the same transaction.
     spool : ChunkSpool or None
         Where encoded chunks wait, if they have to survive their partition; None keeps them in memory until then.
-    is_bound : bool
-        Whether what earlier incarnations journaled binds this one: other bits for a partition are then refused.
+    bound : Earlier, optional
+        What binds this incarnation, if anything: other bits than those that were journaled are then refused.
     """
 
     def __init__(
@@ -107,12 +126,12 @@ class PartitionWriter:
         durable: Durable,
         spool: ChunkSpool | None,
         *,
-        is_bound: bool = False,
+        bound: Earlier | None = None,
     ) -> None:
         self.objects, self.keys = objects, keys
         self.writer, self.incarnation, self.attempt = writer, incarnation, attempt
         self.codec, self.chunk_elements, self.durable, self.spool = codec, chunk_elements, durable, spool
-        self._bound = {(array, index): sha256 for array, index, sha256 in durable} if is_bound else {}
+        self._bound = bound
         self._open: dict[tuple[str, int], _Open] = {}
         self._arrays: set[str] = set()
         self._uploads = _Uploads(Threads(_N_UPLOADS, "dcr-upload"))
@@ -122,6 +141,7 @@ class PartitionWriter:
         self._journal: list[ObjectRef] = []
         self._objects: dict[str, ObjectRef] = {}
         self._seal: Seal | None = None
+        self._doubtful: tuple[ObjectRef, JournalEntry] | None = None  # an entry whose put failed: it may be there
         self._journaled_at = time.monotonic()
 
     def chunks_per_partition(self, space: str) -> int:
@@ -195,14 +215,8 @@ class PartitionWriter:
             key = self.keys.partition(self.writer, self.incarnation, array, index)
             ref = ObjectRef.of(key, blob)
             partition = self.durable.get((array, index, ref.sha256))
-            if partition is None and (array, index) in self._bound:
-                raise ConflictError(
-                    f"writer {self.writer} has other bits than it stored before in this transaction; give the same "
-                    "weights again, or abort and begin again",
-                    key=key,
-                    expected=self._bound[array, index],
-                    found=ref.sha256,
-                )
+            if partition is None:
+                self._require_bound(key, array, index, ref.sha256)
             if partition is None:
                 events.reached("publish.partition.before", key)
                 self.objects.put(key, blob)
@@ -217,8 +231,26 @@ class PartitionWriter:
         finally:
             self._uploads.leave(len(blob))
 
+    def _require_bound(self, key: str, array: str, index: int, found: str | None) -> None:
+        """Refuse a partition, or that there is none, if an earlier incarnation said something else."""
+        if self._bound is None:
+            return
+        expected = self._bound.named.get((array, index), None if self._bound.is_sealed else found)
+        if expected != found:
+            raise ConflictError(
+                f"writer {self.writer} has other bits than it stored before in this transaction; give the same "
+                "weights again, or abort and begin again",
+                key=key,
+                expected=expected or "nothing changed there",
+                found=found or "nothing changed there",
+            )
+
     def _journal_now(self, seal: Seal | None) -> ObjectRef:
         """Put a journal entry of what became durable since the last one; the caller holds the lock."""
+        if self._doubtful is not None:
+            self._put_entry(*self._doubtful)  # no key has two contents: whoever has seen it looks no more
+            if seal is not None:
+                seal = self._seal = replace(seal, journal=tuple(self._journal))
         named = sorted(self._unjournaled, key=lambda item: (item.array, item.index))
         entry = JournalEntry(
             self.keys.line,
@@ -231,16 +263,20 @@ class PartitionWriter:
             tuple(named),
             seal,
         )
-        data = entry.to_bytes()
-        ref = ObjectRef.of(self.keys.journal(self.writer, self.incarnation, entry.seq), data)
+        ref = ObjectRef.of(self.keys.journal(self.writer, self.incarnation, entry.seq), entry.to_bytes())
+        self._doubtful = ref, entry
+        self._put_entry(ref, entry)
+        return ref
+
+    def _put_entry(self, ref: ObjectRef, entry: JournalEntry) -> None:
         # A crash just before: the partitions are stored but not known, and are stored again; just after: recognised.
         events.reached("publish.journal.before", ref.key)
-        self.objects.put(ref.key, data)
+        self.objects.put(ref.key, entry.to_bytes())
         events.reached("publish.journal.stored", ref.key)
+        self._doubtful = None
         self._journal.append(ref)
-        self._unjournaled.clear()
+        self._unjournaled = [item for item in self._unjournaled if item not in entry.partitions]
         self._journaled_at = time.monotonic()
-        return ref
 
     def flush(self) -> None:
         """Store the partitions that are still open and wait for all uploads."""
@@ -294,6 +330,11 @@ class PartitionWriter:
             task.result()
         contributed = self._ref("contributions.bin", stored["contributions.bin"])
         partitions = sorted(self._sealed, key=_order)
+        if self._bound is not None:
+            places = {(item.array, item.index) for item in partitions}
+            for array, index in sorted(set(self._bound.named) - places):
+                key = self.keys.partition(self.writer, self.incarnation, array, index)
+                self._require_bound(key, array, index, None)
         with self._lock:
             self._seal = Seal(
                 tuple(described), tuple(partitions), contributed, tuple(self._journal), tuple(files), changed, ownership
@@ -380,12 +421,19 @@ def _order(item: Partition) -> tuple[int, int, int]:
     return SPACES.index(space), KINDS.index(kind), item.index
 
 
-def read_durable(objects: ObjectStore, keys: TransactionKeys, writer: str) -> dict[tuple[str, int, str], Partition]:
-    """Return the partitions that earlier incarnations of `writer` in this transaction journaled and that are there.
+def read_durable(objects: ObjectStore, keys: TransactionKeys, writer: str) -> Durable:
+    """Return the partitions that earlier incarnations of `writer` in this transaction journaled and that are there."""
+    return read_earlier(objects, keys, writer).durable
+
+
+def read_earlier(objects: ObjectStore, keys: TransactionKeys, writer: str) -> Earlier:
+    """Return what earlier incarnations of `writer` in this transaction journaled.
 
     Journal entries that cannot be read are left out: their partitions are stored again.
     """
-    found: dict[tuple[str, int, str], Partition] = {}
+    durable: dict[tuple[str, int, str], Partition] = {}
+    named: dict[tuple[str, int], str] = {}
+    is_sealed = False
     sizes = objects.list(keys.prefix)
     for key in sizes:
         if not key.startswith(f"{keys.prefix}journal/{writer}."):
@@ -396,8 +444,9 @@ def read_durable(objects: ObjectStore, keys: TransactionKeys, writer: str) -> di
             continue
         if (entry.txid, entry.writer) != (keys.txid, writer):
             continue
-        named = (*entry.partitions, *(entry.seal.partitions if entry.seal else ()))
-        for item in named:
+        is_sealed |= entry.seal is not None
+        for item in (*entry.partitions, *(entry.seal.partitions if entry.seal else ())):
+            named[item.array, item.index] = item.sha256
             if sizes.get(keys.partition(writer, item.incarnation, item.array, item.index)) == item.nbytes:
-                found[item.array, item.index, item.sha256] = item
-    return found
+                durable[item.array, item.index, item.sha256] = item
+    return Earlier(durable, named, is_sealed)

@@ -5,13 +5,16 @@ Refuses seals that do not fit their places.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dcr_store.errors import FormatError, NotFoundError
+import numpy as np
+
+from dcr_store.errors import ConflictError, FormatError, NotFoundError
 from dcr_store.format.documents import JournalEntry, ObjectRef, SealRef
 from dcr_store.format.names import TransactionKeys
 from dcr_store.payload import contributions
+from dcr_store.payload.contributions import Rows
 from dcr_store.payload.version import fetch
 from dcr_store.ports import ObjectStore
 from dcr_store.publish.committing import Sealed
@@ -32,7 +35,7 @@ class SealWatch:
     keys: TransactionKeys
     writers: Sequence[str]
     _seen: set[str] = field(default_factory=set)
-    _seals: dict[tuple[str, int], tuple[str, bytes, JournalEntry]] = field(default_factory=dict)
+    _seals: dict[tuple[str, int], list[tuple[str, bytes, JournalEntry]]] = field(default_factory=dict)
 
     def look(self) -> None:
         """Read the journal entries that are new."""
@@ -43,8 +46,10 @@ class SealWatch:
             except (FormatError, NotFoundError):
                 continue  # half of it may be there; whoever wrote it writes it whole, or another one
             self._seen.add(key)
-            if entry.seal is not None and (entry.line, entry.txid) == (self.keys.line, self.keys.txid):
-                self._seals[entry.writer, entry.attempt] = key, data, entry
+            place = self.keys.journal(entry.writer, entry.incarnation, entry.seq)
+            if entry.seal is None or (entry.line, entry.txid, place) != (self.keys.line, self.keys.txid, key):
+                continue
+            self._seals.setdefault((entry.writer, entry.attempt), []).append((key, data, entry))
 
     def missing(self, attempt: int) -> list[str]:
         """Return the writers that have not sealed an attempt."""
@@ -55,10 +60,25 @@ class SealWatch:
 
         Raises
         ------
+        ConflictError
+            If two processes sealed as one writer, and not the same bits.
         IntegrityError, FormatError
             If something that a seal names is missing or damaged.
         """
-        return [self._sealed(*self._seals[writer, attempt]) for writer in self.writers]
+        return [self._only(writer, attempt) for writer in self.writers]
+
+    def _only(self, writer: str, attempt: int) -> tuple[Sealed, Ownership]:
+        found, *others = [self._sealed(*item) for item in self._seals[writer, attempt]]
+        for other, _ in others:
+            if not same_bits(found[0].rows, other.rows):
+                raise ConflictError(
+                    f"two processes sealed as writer {writer}, and not the same bits; abort, end one of them, and "
+                    "begin again",
+                    key=other.seal.ref.key,
+                    expected=f"as incarnation {found[0].seal.incarnation}",
+                    found=f"incarnation {other.seal.incarnation}",
+                )
+        return found
 
     def _sealed(self, key: str, data: bytes, entry: JournalEntry) -> tuple[Sealed, Ownership]:
         seal = entry.seal
@@ -78,3 +98,21 @@ class SealWatch:
         owned = Ownership.from_bytes(fetch(self.objects, seal.ownership), seal.ownership.key)
         found = Sealed(SealRef(entry.writer, entry.incarnation, ref), objects, rows, seal.changed, len(stored))
         return found, owned
+
+
+def read_seal(objects: ObjectStore, seal: SealRef) -> dict[str, Rows]:
+    """Return the contributions of a seal."""
+    entry = JournalEntry.from_bytes(fetch(objects, seal.ref), seal.ref.key)
+    if entry.seal is None:
+        raise FormatError("is not the entry of a seal", key=seal.ref.key)
+    ref = entry.seal.contributions
+    return contributions.decode(fetch(objects, ref), ref.key)
+
+
+def same_bits(one: Mapping[str, Rows], two: Mapping[str, Rows]) -> bool:
+    """Whether contributions are of the same bits over the same base, be they masks or overwrites."""
+    return all(
+        np.array_equal(one[space][:, [0, 3]], two[space][:, [0, 3]])
+        and np.array_equal(one[space][:, 1] ^ one[space][:, 2], two[space][:, 1] ^ two[space][:, 2])
+        for space in one
+    )

@@ -71,8 +71,17 @@ class SliceBits:
 
     def note(self, index: int, chunk_elements: int) -> None:
         """Take the digests of a piece from its bits."""
+        self.digests[index] = crc64(self.packed(index))
+        self._note_owned(index, chunk_elements)
+
+    def renew_owned(self, chunk_elements: int) -> None:
+        """Take `owned` from the bits again, where these are what they ought to be; the others are healed when used."""
+        for index in range(len(self.pieces)):
+            if crc64(self.packed(index)) == int(self.digests[index]):
+                self._note_owned(index, chunk_elements)
+
+    def _note_owned(self, index: int, chunk_elements: int) -> None:
         piece, packed = self.pieces[index], self.packed(index)
-        self.digests[index] = crc64(packed)
         chunk = scratch(piece.space, chunk_elements, "owned")
         chunk.fill(0)
         piece.spread(packed, chunk)
@@ -88,13 +97,16 @@ class SliceBaseline:
     at : Located or None
         The version whose bits these are; None while there is none.
     ownership : tuple of (bytes, ObjectRef), or None
-        What was sealed last about who owns what, and where it is.
+        What the seal of that version says about who owns what, and where it is: as long as the version is kept.
+    is_doubtful : bool
+        Whether the last transaction ended without a version, be it because what a writer has of the base was not that.
     """
 
     chunk_elements: int
     at: Located | None = None
     slices: dict[str, SliceBits] = field(default_factory=dict)
     ownership: tuple[bytes, ObjectRef] | None = None
+    is_doubtful: bool = False
     _pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
     _healing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -103,6 +115,12 @@ class SliceBaseline:
         if located is None or self.at is None or self.at.row.root != located.row.root:
             self.slices.clear()
             self._pieces.clear()
+        if located is None or self.at is None or self.at.row.txid != located.row.txid:
+            self.ownership = None
+        if self.is_doubtful:
+            for bits in self.slices.values():
+                bits.renew_owned(self.chunk_elements)
+            self.is_doubtful = False
         self.at = located
 
     def pieces_of(self, key: str, cut: Callable[[], tuple[Piece, ...]]) -> tuple[Piece, ...]:
@@ -129,6 +147,8 @@ class SliceBaseline:
             if crc64(bits.packed(index)) == int(bits.digests[index]):
                 return
             _read(catalog, self.at, [(bits, index)])
+            # Of what was read, and checked on the way: it may have been the digest that was wrong.
+            bits.note(index, self.chunk_elements)
             events.reached("slices.healed", f"{bits.pieces[index].space} {bits.pieces[index].chunk}")
 
     def change(
@@ -174,6 +194,8 @@ def _read(catalog: Catalog, located: Located, wanted: Sequence[tuple[SliceBits, 
     for bits, index in wanted:
         bits.packed(index).fill(0)  # a chunk of zeros is stored nowhere, and so is not written
     target = _Gatherer(wanted)
+    for bits, index in wanted:
+        bits.packed(index).fill(0)  # chunks that are all zero are stored nowhere, and nothing is written to them
     path = route(catalog, located).path
     places = everywhere(path, ZERO)
     for space in SPACES:

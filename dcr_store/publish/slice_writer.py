@@ -185,7 +185,11 @@ class SliceWriter:
         """Note what a piece adds; the caller holds `_taking`."""
         piece = bits.pieces[index]
         place = (piece.space, piece.chunk)
-        if place in self._passed:
+        chunk = self._chunks.setdefault(place, _Chunk())
+        chunk.n_elements += piece.n_elements
+        n_announced = None if self._expected is None else self._expected.get(place, 0)
+        # More would make its partition come twice, under one key.
+        if place in self._passed or (n_announced is not None and chunk.n_elements > n_announced):
             raise InvalidInputError(
                 f"writer {self.partitions.writer} writes more to chunk {piece.chunk} of {piece.space} than it "
                 "announced with `slices`; announce all, residual fragments too (slices.flat_part), or nothing"
@@ -197,11 +201,9 @@ class SliceWriter:
             if len(encoded.positions):
                 self.changes[key, index] = (encoded.positions, encoded.values, encoded.digest, encoded.change)
         self.n_changed += piece.n_elements if self.is_anchor else len(encoded.positions)
-        chunk = self._chunks.setdefault(place, _Chunk())
-        chunk.n_elements += piece.n_elements
         for kind, data in encoded.arrays.items():
             chunk.arrays.setdefault(kind, []).append(data)
-        whole = int(self._occupied[piece.space][piece.chunk]) if self._expected is None else self._expected.get(place)
+        whole = int(self._occupied[piece.space][piece.chunk]) if n_announced is None else n_announced
         if chunk.n_elements == whole:
             self._pass_on(*place)
 

@@ -361,8 +361,8 @@ def new_tables(
         drifted = (table[chunks] ^ zero) != rows[space][:, 3]
         if drifted.any():
             raise IntegrityError(
-                f"the baseline is not the base in chunk {int(chunks[drifted][0])} of {space}; "
-                "delete the baseline directory, it is rebuilt from the store",
+                f"the baseline is not the base in chunk {int(chunks[drifted][0])} of {space}; abort and publish again; "
+                "if that does not help, delete the baseline directory, it is rebuilt from the store",
                 expected=f"{int(table[chunks[drifted][0]]):016x}",
                 found=f"{int(rows[space][drifted][0, 3] ^ zero):016x}",
             )

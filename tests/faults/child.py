@@ -24,14 +24,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ranks
 from faults.holding import Claims, Holding, preload
 
 import dcr_store
 from dcr_store import events
-from dcr_store.errors import ConflictError, DcrError, InvalidInputError
+from dcr_store.errors import ConflictError, DcrError, FencedError, InvalidInputError, LagError
 from dcr_store.log import line
 from dcr_store.objects.retry import RetryPolicy
-from dcr_store.publish import partitions
+from dcr_store.publish import joint, partitions
 from dcr_store.receive import pacing
 from dcr_store.receive.results import Applied
 
@@ -74,6 +75,7 @@ def do(job: Job) -> dict[str, Any]:
     line.CHECKPOINT_VERSIONS = job.get("checkpoint_versions", line.CHECKPOINT_VERSIONS)  # type: ignore[misc]
     if "deadline_s" in job:
         _hasten(job["deadline_s"])
+    joint._LONGEST_DELAY_S = job.get("delay_s", joint._LONGEST_DELAY_S)  # type: ignore[misc]
     pacing._LONGEST_REST_S = job.get("rest_s", pacing._LONGEST_REST_S)  # type: ignore[misc]
     points = Points(strike)
     points.slow = tuple(job.get("slow", points.slow))
@@ -121,6 +123,49 @@ def _publish(job: Job) -> dict[str, Any]:
         info = transaction.commit()
     store.close()
     return {"version": info.version, "root": info.root}
+
+
+def _slices(job: Job) -> dict[str, Any]:
+    """Be one of several writers, of which the first begins, until version `number` is there.
+
+    State `state` of ``ranks.states_of`` is published; `gives_up` lets the first refusal be the end.
+    """
+    names = [f"r{rank}" for rank in range(job["n_ranks"])]
+    rank, line_name = job["rank"], job.get("line", "main")
+    maps = ranks.maps_of(rank, len(names))
+    told = maps if job.get("announced") else None
+    state = ranks.states_of(job["state"] + 1)[-1]
+    with _open(job) as store:
+        log = store._catalog.log(line_name)
+        while True:
+            row = log.refresh() and log.row(job["number"])
+            if row is not None:
+                return {"version": f"{line_name}@{row.version}", "root": row.root}
+            try:
+                if rank == 0:
+                    transaction = store.begin(
+                        line_name,
+                        writers=names,
+                        tensors=ranks.SHAPES,
+                        slices=told,
+                        owner=job.get("owner"),
+                        message=job.get("message"),
+                        takeover=job.get("takeover", False),
+                    )
+                else:
+                    transaction = store.join(
+                        job.get("txid"), line=line_name, writer=names[rank], slices=told, timeout_s=0.1
+                    )
+                with transaction:
+                    ranks.write(transaction, maps, state)
+                    info = transaction.commit(timeout_s=job.get("timeout_s"))
+                return {"version": info.version, "root": info.root, "attempt": transaction.attempt}
+            except LagError:
+                if job.get("timeout_s"):
+                    raise
+            except FencedError:
+                if job.get("gives_up"):
+                    raise
 
 
 def _pull(job: Job) -> dict[str, Any]:
@@ -267,6 +312,7 @@ def _relay(job: Job) -> dict[str, Any]:
 _VERBS = {
     "create": _create,
     "publish": _publish,
+    "slices": _slices,
     "pull": _pull,
     "load": _load,
     "command": _command,
@@ -291,6 +337,8 @@ def _warm_up(scratch: Path) -> None:
         for value in range(2):
             with store.begin() as transaction:
                 transaction.write("weight", np.full(256, value, np.int32))
+        with store.begin("ranks", writers=["r0"], tensors=ranks.SHAPES) as transaction:
+            ranks.write(transaction, ranks.maps_of(0, 1), ranks.random_state(0))
         store.pull(scratch / "target")
         with store.receiver(scratch / "target") as receiver:
             receiver.follow(once=True)

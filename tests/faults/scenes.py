@@ -33,7 +33,7 @@ KILLS = int(os.environ.get("DCR_KILLS", "12"))  # random ones per scenario; a ca
 OCCURRENCES = int(os.environ.get("DCR_OCCURRENCES", "1"))  # of each point; above 1, the last too
 SEED = int(os.environ.get("DCR_SEED", "1"))
 CHUNK_ELEMENTS = 256
-SMALL = {"partition_nbytes": 2048, "journal_partitions": 2, "checkpoint_versions": 3}
+SMALL = {"partition_nbytes": 2048, "journal_partitions": 2, "checkpoint_versions": 3, "delay_s": 0.05}
 
 Strike = tuple[str, int]
 
@@ -173,13 +173,15 @@ PartitionPlace = tuple[str, str, int]
 
 
 def stored_partitions(store: Store, line: str) -> dict[PartitionPlace, set[str]]:
-    """Return (transaction prefix, array, index) → incarnations under which the partition is stored."""
+    """Return (prefix of the writer's data, array, index) → incarnations under which the partition is stored."""
     found: dict[PartitionPlace, set[str]] = {}
     for key in store._objects.list(f"versions/{line}/"):
-        prefix, _, rest = key.partition("/data/w0.")
+        prefix, _, rest = key.partition("/data/")
         parts = rest.split("/")
         if len(parts) == 5 and parts[3] == "c":
-            found.setdefault((prefix, f"{parts[1]}/{parts[2]}", int(parts[4])), set()).add(parts[0])
+            writer, _, incarnation = parts[0].rpartition(".")
+            place = (f"{prefix}/data/{writer}", f"{parts[1]}/{parts[2]}", int(parts[4]))
+            found.setdefault(place, set()).add(incarnation)
     return found
 
 
@@ -189,9 +191,11 @@ def journaled_partitions(store: Store, line: str) -> dict[PartitionPlace, set[st
     named = set()
     transactions = objects.list_names(f"versions/{line}/")
     for key in [key for name in transactions[-2:] for key in objects.list(f"versions/{line}/{name}/")]:
-        if "/journal/" in key:
-            for item in json.loads(objects.get(key))["partitions"]:
-                named.add((key.partition("/journal/")[0], item["array"], item["index"]))
+        prefix, is_journal, _ = key.partition("/journal/")
+        if is_journal:
+            entry = json.loads(objects.get(key))
+            data = f"{prefix}/data/{entry['writer']}"
+            named |= {(data, item["array"], item["index"]) for item in entry["partitions"]}
     stored = stored_partitions(store, line)
     return {place: stored[place] for place in named}
 

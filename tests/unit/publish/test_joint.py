@@ -2,105 +2,41 @@
 
 from __future__ import annotations
 
-import math
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
+from ranks import (
+    SHAPES,
+    State,
+    maps_of,
+    next_state,
+    publish_alone,
+    random_state,
+    require_state,
+    states_of,
+    whole,
+    write,
+)
 
 import dcr_store
-from dcr_store.errors import ConflictError, FencedError, IntegrityError, InvalidInputError, LagError
+from dcr_store.errors import (
+    ConflictError,
+    FencedError,
+    IntegrityError,
+    InvalidInputError,
+    LagError,
+    OutcomeUnknownError,
+    StorageError,
+)
 from dcr_store.layout import slices
 from dcr_store.layout.affine_map import AffineMap
 from dcr_store.publish.joint import SliceTransaction
+from dcr_store.publish.seals import SealWatch
 from dcr_store.publish.slice_baseline import SliceBits
 from dcr_store.store import Store
-
-State = dict[str, np.ndarray[Any, Any]]
-BF16 = np.dtype(ml_dtypes.bfloat16)
-SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
-    "embed": ("BF16", (50, 24)),
-    "q": ("BF16", (32, 24)),
-    "k": ("BF16", (16, 24)),
-    "v": ("BF16", (16, 24)),
-    "gate": ("BF16", (40, 24)),
-    "up": ("BF16", (40, 24)),
-    "down": ("BF16", (24, 40)),
-    "norm": ("F32", (24,)),
-    "scale": ("F32", ()),
-    "phase": ("C64", (6, 4)),
-    "steps": ("I64", (3,)),
-}
-NUMPY = {"BF16": BF16, "F32": np.dtype("<f4"), "C64": np.dtype("<c8"), "C128": np.dtype("<c16"), "I64": np.dtype("<i8")}
-
-
-def random_state(seed: int) -> State:
-    """Any bits: NaNs and signed zeros among them."""
-    rng = np.random.default_rng(seed)
-    state = {}
-    for name, (dtype, shape) in SHAPES.items():
-        row = NUMPY[dtype]
-        state[name] = np.frombuffer(rng.bytes(math.prod(shape) * row.itemsize), row).reshape(shape).copy()
-    return state
-
-
-def next_state(state: State, seed: int, rate: float = 0.05) -> State:
-    rng = np.random.default_rng(seed)
-    found = {}
-    for name, array in state.items():
-        new = array.copy().reshape(-1)
-        octets = new.view(np.uint8)
-        where = rng.random(len(octets)) < rate / array.itemsize
-        octets[where] ^= rng.integers(1, 256, int(where.sum()), np.uint8)
-        found[name] = new.reshape(array.shape)
-    return found
-
-
-def whole(name: str) -> AffineMap:
-    return slices.whole(name, *SHAPES[name])
-
-
-def shapes(*names: str) -> dict[str, tuple[int, ...]]:
-    return {name: SHAPES[name][1] for name in names}
-
-
-def maps_of(rank: int, n_ranks: int) -> list[AffineMap]:
-    """What a rank of a tensor-parallel trainer holds; small tensors are owned by one rank each."""
-    found = [
-        slices.padded_vocabulary("embed", *SHAPES["embed"], 56, rank, n_ranks),
-        slices.qkv(shapes("q", "k", "v"), "BF16", 8, rank, n_ranks),
-        slices.fused(shapes("gate", "up"), "BF16", rank, n_ranks),
-        slices.transposed(slices.row_parallel("down", *SHAPES["down"], rank, n_ranks)),
-        slices.column_parallel("phase", *SHAPES["phase"], rank, n_ranks),
-    ]
-    return found + [whole(name) for index, name in enumerate(("norm", "scale", "steps")) if index % n_ranks == rank]
-
-
-def slice_of(mapped: AffineMap, state: State) -> np.ndarray[Any, Any]:
-    """The slice that a map is of, with something in the places that are nobody's."""
-    local = np.full(math.prod(mapped.shape), 77, NUMPY[mapped.dtype])
-    for name in mapped.tensors:
-        there = mapped.canonical_of(name, np.arange(len(local)))
-        local[there >= 0] = state[name].reshape(-1)[there[there >= 0]]
-    return local.reshape(mapped.shape)
-
-
-def write(transaction: SliceTransaction, maps: list[AffineMap], state: State) -> None:
-    for mapped in maps:
-        transaction.write_slice(slice_of(mapped, state), mapped)
-
-
-def publish_alone(url: str, states: list[State], **options: Any) -> list[str]:
-    with dcr_store.create(url, **options) as store:
-        roots = []
-        for state in states:
-            with store.begin() as transaction:
-                for name, array in state.items():
-                    transaction.write(name, array)
-            roots.append(store.show("main").info.root)
-        return roots
 
 
 def publish_jointly(
@@ -121,20 +57,6 @@ def publish_jointly(
 
     with ThreadPoolExecutor(len(names)) as pool:
         return list(pool.map(act, range(len(names))))
-
-
-def require_state(store: Store, version: str, state: State) -> None:
-    found = store.read(version)
-    assert set(found) == set(state)
-    for name, array in state.items():
-        assert found[name].tobytes() == array.tobytes(), name
-
-
-def states_of(n: int) -> list[State]:
-    states = [random_state(0)]
-    while len(states) < n:
-        states.append(next_state(states[-1], len(states)))
-    return states
 
 
 @pytest.mark.parametrize("codec", ["dcr.delta", "portable"])
@@ -450,6 +372,254 @@ def test_a_committer_that_begins_again_finds_the_others_sealed_again(tmp_path: A
         assert store.verify(deep=True).ok
 
 
+def test_a_committer_that_was_taken_over_ends_nothing_and_its_process_may_begin_again(pair: Any) -> None:
+    store, other = pair
+    state = random_state(0)
+    lost = store.begin(writers=["a"], owner="run", tensors=SHAPES)
+    taken = other.begin(writers=["a"], owner="run", tensors=SHAPES, takeover=True)
+    assert (taken.txid, taken.attempt) == (lost.txid, 1)
+    lost.abort()
+    assert store._catalog.log("main").refresh().open is not None, "it is another's by now"
+    lost = other.begin(writers=["a"], owner="run", tensors=SHAPES, takeover=True)
+    taken = store.begin(writers=["a"], owner="run", tensors=SHAPES, takeover=True)
+    write(lost, [whole(name) for name in SHAPES], state)
+    with pytest.raises(FencedError, match="taken over"):
+        lost.commit(timeout_s=1)
+    with pytest.raises(InvalidInputError, match="is fenced"):
+        lost.commit(timeout_s=1)
+    del taken  # forgotten by whoever began it
+    gc.collect()
+    again = store.begin(writers=["a"], owner="run", tensors=SHAPES)
+    assert again.attempt == 4
+    write(again, [whole(name) for name in SHAPES], state)
+    again.commit(timeout_s=1)
+    require_state(store, "main", state)
+
+
+def test_a_transaction_that_was_forgotten_may_be_resumed_by_its_owner(pair: Any) -> None:
+    store, _ = pair
+    lost = store.begin(writers=["a"], owner="run", tensors=SHAPES)
+    with pytest.raises(ConflictError, match="open since"):
+        store.begin(writers=["a"], owner="run", tensors=SHAPES)
+    del lost
+    gc.collect()
+    again = store.begin(writers=["a"], owner="run", tensors=SHAPES)
+    assert again.attempt == 1
+    again.abort()
+
+
+def test_a_joined_writer_that_ends_does_not_make_the_committer_look_dead(pair: Any) -> None:
+    store, other = pair
+    first = store.begin(writers=["a", "b"], owner="run", tensors=SHAPES)
+    for _ in range(2):
+        second = other.join(first.txid, writer="b")
+        second._close()
+        del second
+        gc.collect()
+    with pytest.raises(ConflictError, match="open since"):
+        other.begin(writers=["a", "b"], owner="run", tensors=SHAPES)
+    first.abort()
+
+
+def test_ownership_is_referred_to_only_where_a_version_keeps_it(tmp_path: Any) -> None:
+    states = states_of(3)
+    maps = [maps_of(0, 1)]
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+
+        def owned(version: str) -> str:
+            (seal,) = [seal for _, seal in _contents(store, version).seals]
+            return str(seal.ownership.key)
+
+        publish_jointly([store], states[0], maps)
+        publish_jointly([store], states[1], maps)
+        assert owned("main@1") == owned("main@0")
+        store._slice_baselines.clear()
+        given_up = store.begin(writers=["r0"])
+        write(given_up, maps[0], states[2])
+        given_up.seal()
+        given_up.abort()  # and what it stored may be deleted
+        publish_jointly([store], states[2], maps)
+        assert given_up.txid not in owned("main@2")
+        with store.begin() as transaction:
+            for name, array in states[2].items():
+                transaction.write(name, array)
+        publish_jointly([store], states[2], maps)
+        assert owned("main@4").startswith("versions/main/000000000004-"), "older versions may go before the head"
+        assert store.verify(deep=True).ok
+
+
+def test_a_failed_join_may_be_tried_again(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = pair
+    first = store.begin(writers=["a", "b"], tensors=SHAPES)
+    with monkeypatch.context() as patched:
+        patched.setattr(dcr_store.publish.joint, "read_earlier", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            other.join(writer="b", timeout_s=1)
+    assert other.join(writer="b", timeout_s=1).txid == first.txid
+    first.abort()
+
+
+@pytest.mark.parametrize("is_committer", [True, False])
+def test_a_commit_that_is_not_told_to_its_end_is_told_by_the_next(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, is_committer: bool
+) -> None:
+    store, other = pair
+    states = states_of(2)
+    maps = [maps_of(rank, 2) for rank in range(2)]
+    for state in states:
+        first = store.begin(writers=["r0", "r1"], tensors=SHAPES)
+        second = other.join(writer="r1", timeout_s=5)
+        write(first, maps[0], state)
+        write(second, maps[1], state)
+        second.seal()
+        fails, goes = (first, second) if is_committer else (second, first)
+        if not is_committer:
+            first.commit()
+        with monkeypatch.context() as patched:
+            patched.setattr(fails._log, "complete", lambda row: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                fails.commit(timeout_s=5)
+        assert fails.commit(timeout_s=5) == goes.commit(timeout_s=5)
+        require_state(store, "main", state)
+    assert store._slice_baselines["main", "r0"].at == other._slice_baselines["main", "r1"].at
+
+
+def test_a_seal_whose_answer_was_lost_is_not_overwritten(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has read it reads it no more: the seal for a later attempt is another entry."""
+    store, other = pair
+    state = random_state(0)
+    begin = {"writers": ["a", "b"], "owner": "run", "tensors": SHAPES, "takeover": True}
+    store.begin(**begin)
+    second = other.join(writer="b")
+    write(second, [whole(name) for name in SHAPES], state)
+    second.seal()
+    store.begin(**begin)
+    put = type(other._objects).put
+
+    def lost(objects: Any, key: str, data: bytes) -> None:
+        put(objects, key, data)
+        raise StorageError("no answer", key=key)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(other._objects), "put", lost)
+        with pytest.raises(StorageError):
+            second.commit(timeout_s=0)
+    first = store.begin(**begin)
+    watch = SealWatch(store._objects, first._keys, ["b"])
+    watch.look()
+    assert [watch.missing(attempt) for attempt in range(3)] == [[], [], ["b"]]
+    with pytest.raises(LagError):
+        second.commit(timeout_s=0)
+    watch.look()
+    assert watch.missing(2) == []
+    first.seal()
+    first.commit(timeout_s=5)
+    second.commit(timeout_s=5)
+    assert store.verify(deep=True).ok
+
+
+@pytest.mark.parametrize("more", [slice(0, 256), slice(256, 512)])
+def test_what_was_not_announced_is_refused(pair: Any, more: slice) -> None:
+    """Be it in a chunk that was announced, or in another one of its partition, which would be stored twice."""
+    store, _ = pair
+    bits = np.arange(1024, dtype=np.float32)
+    half = more.start + 100
+    announced = [slices.flat_part("w", "F32", (1024,), start, start + 100) for start in (0, 512, 768)]
+    transaction = store.begin(writers=["a"], tensors={"w": ("F32", (1024,))}, slices=announced)
+    for mapped in announced:
+        start = mapped.boxes["w"][0].there
+        transaction.write_slice(bits[start : start + 100], mapped)
+    with pytest.raises(InvalidInputError, match=r"more to chunk \d of u32 than it announced"):  # noqa: PT012
+        transaction.write_residual("w", bits[half : half + 20], half)
+        transaction.seal()  # at the latest
+    with pytest.raises(InvalidInputError, match="cannot go on"):
+        transaction.commit()
+    transaction.abort()
+
+
+def test_fragments_of_packed_values_are_counted_in_values(pair: Any) -> None:
+    torch = pytest.importorskip("torch")
+    store, _ = pair
+    octets = torch.arange(64, dtype=torch.uint8).reshape(8, 8)
+    tensor = octets.view(torch.float4_e2m1fn_x2)
+    for _ in range(2):
+        transaction = store.begin(writers=["a"], tensors={"w": ("F4", (8, 16))})
+        with pytest.raises(InvalidInputError, match="does not fit"):
+            transaction.write_residual("w", tensor[4:], 63)
+        transaction.write_residual("w", tensor[4:], 64)
+        transaction.write_residual("w", tensor[:4])
+        transaction.commit()
+        assert store.read("main")["w"].tobytes() == octets.numpy().tobytes()
+        octets ^= 7
+
+
+def test_a_seal_in_the_wrong_place_does_not_count(pair: Any) -> None:
+    store, other = pair
+    state = random_state(0)
+    first = store.begin(writers=["a", "b"], tensors=SHAPES)
+    write(first, [whole(name) for name in SHAPES], state)
+    first.seal()
+    second = other.join(writer="b")
+    second.seal()
+    journal = f"{first._keys.prefix}journal/"
+    (key,) = [key for key in store._objects.list(journal) if "/b." in key]
+    data = store._objects.get(key)
+    store._objects.delete(key)
+    store._objects.put(key.replace("/b.", "/a."), data)
+    store._objects.put(key.replace("0.json", "1.json"), data)
+    with pytest.raises(LagError, match=r"1 of 2 .*: b;"):
+        first.commit(timeout_s=0)
+    store._objects.put(key, data)
+    first.commit(timeout_s=5)
+    require_state(store, "main", state)
+
+
+# ---------------------------------------------------------------------- two processes of one name
+
+
+def test_who_joins_again_must_not_change_its_mind_in_any_place(tmp_path: Any) -> None:
+    """Neither where only one of the two changed something, sealed or not."""
+    rate = 0.0005  # few chunks
+    base = random_state(0)
+    one, two = next_state(base, 1, rate), next_state(base, 2, rate)
+    maps = maps_of(0, 1)
+    for first, second in [(one, base), (base, one), (one, two)]:
+        with dcr_store.create(str(tmp_path / f"s{id(first)}{id(second)}"), chunk_elements=256) as store:
+            publish_jointly([store], base, [maps])
+            begun = store.begin(writers=["r0", "r1"])
+            lost = dcr_store.open(store.url).join(writer="r1")
+            write(lost, maps, first)
+            lost.seal()
+            changed = dcr_store.open(store.url).join(writer="r1")
+            write(changed, maps, second)
+            with pytest.raises(ConflictError, match="other bits than it stored before"):
+                changed.seal()
+            begun.seal()
+            begun.commit(timeout_s=5)
+            lost.commit(timeout_s=5)
+            require_state(store, "main", first)
+
+
+def test_a_lost_partition_is_stored_again(tmp_path: Any) -> None:
+    states = states_of(2)
+    maps = maps_of(0, 1)
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        publish_jointly([store], states[0], [maps])
+        begun = store.begin(writers=["r0", "r1"])
+        lost = dcr_store.open(store.url).join(writer="r1")
+        write(lost, maps, states[1])
+        lost.seal()
+        key = next(key for key in store._objects.list(f"versions/main/000000000001-{begun.txid}/") if "/c/" in key)
+        store._objects.delete(key)
+        again = dcr_store.open(store.url).join(writer="r1")
+        write(again, maps, states[1])
+        again.seal()
+        array = key.partition("/data/r1.")[2].partition("/")[2]
+        stored = store._objects.list(f"versions/main/000000000001-{begun.txid}/")
+        assert [other.endswith(array) for other in stored].count(True) == 1
+        begun.abort()
+
+
 def test_a_baseline_that_drifted_is_healed(tmp_path: Any) -> None:
     states = states_of(3)
     with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
@@ -462,6 +632,103 @@ def test_a_baseline_that_drifted_is_healed(tmp_path: Any) -> None:
         publish_jointly([store], states[2], maps)
         require_state(store, "main", states[2])
         assert store.verify(deep=True).ok
+
+
+def test_zeros_of_the_base_are_read_as_zeros(tmp_path: Any) -> None:
+    """They are stored nowhere: whatever the memory holds that they are read to, or what drifted."""
+    zeros = {name: np.zeros_like(array) for name, array in random_state(0).items()}
+    states = [zeros, random_state(1), zeros, zeros, random_state(2)]
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        maps = [maps_of(0, 1)]
+        for number, state in enumerate(states):
+            blank = SliceBits.blank
+
+            def dirty(pieces: Any, blank: Any = blank) -> SliceBits:
+                found: SliceBits = blank(pieces)
+                found.bits.view(np.uint8)[...] = 0xA5
+                return found
+
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(SliceBits, "blank", dirty)
+                if number % 2:
+                    store._slice_baselines.clear()
+                else:
+                    for held in (b for kept in store._slice_baselines.values() for b in kept.slices.values()):
+                        held.bits.view(np.uint8)[...] = 0x5A
+                publish_jointly([store], state, maps)
+            require_state(store, "main", state)
+        assert store.verify(deep=True).ok
+
+
+@pytest.mark.parametrize("what", ["owned", "digests"])
+def test_digests_that_drifted_are_taken_anew(tmp_path: Any, what: str) -> None:
+    """At once where they are compared; otherwise the committer refuses, and the next transaction has them right."""
+    states = states_of(2)
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        maps = [maps_of(0, 1)]
+        publish_jointly([store], states[0], maps)
+        for held in store._slice_baselines["main", "r0"].slices.values():
+            if held.bits.size:
+                getattr(held, what)[-1] ^= np.uint64(4)
+        if what == "owned":
+            transaction = store.begin(writers=["r0"])
+            write(transaction, maps[0], states[1])
+            with pytest.raises(IntegrityError, match="baseline is not the base"):
+                transaction.commit(timeout_s=1)
+            transaction.abort()
+        publish_jointly([store], states[1], maps)
+        publish_jointly([store], states[0], maps)
+        require_state(store, "main", states[0])
+        assert store.verify(deep=True).ok
+
+
+def test_an_outcome_that_is_found_out_late_does_not_touch_the_next_transaction(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = pair
+    states = states_of(3)
+    maps = maps_of(0, 1)
+    publish_jointly([store], states[0], [maps])
+    lost = store.begin(writers=["r0"])
+    append = lost._log.append
+
+    def unknown(decide: Any) -> Any:
+        append(decide)
+        raise OutcomeUnknownError("no answer", key="k")
+
+    with pytest.raises(OutcomeUnknownError), lost:  # noqa: PT012
+        write(lost, maps, states[1])
+        monkeypatch.setattr(lost._log, "append", unknown)
+    monkeypatch.undo()
+    publish_jointly([store], states[2], [maps])
+    following = store.begin(writers=["r0"])
+    write(following, maps[:3], states[0])
+    assert lost.commit().version == "main@1"
+    assert lost.commit().version == "main@1"
+    for name in ("down", "phase", "norm", "scale", "steps"):  # slices that it has to read
+        following.write_residual(name, states[0][name])
+    following.commit(timeout_s=1)
+    require_state(store, "main@1", states[1])
+    require_state(store, "main", states[0])
+
+
+def test_tensors_are_those_of_the_head_when_it_begins(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = pair
+    publish_jointly([store], random_state(0), [maps_of(0, 1)])
+    begin = dcr_store.publish.opening.begin
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        with other.begin() as transaction:
+            transaction.write("w", np.zeros(3, np.float32))
+        return begin(*arguments)
+
+    monkeypatch.setattr(dcr_store.publish.opening, "begin", late)
+    with pytest.raises(ConflictError, match="other tensors"):
+        store.begin(writers=["a"])
+    with store.begin(writers=["a"]) as transaction:
+        transaction.write_slice(np.ones(3, np.float32), slices.whole("w", "F32", (3,)))
+    assert store.read("main")["w"].tolist() == [1, 1, 1]
 
 
 def test_values_of_two_elements(tmp_path: Any) -> None:
