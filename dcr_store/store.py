@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from dcr_store.errors import ConflictError, InvalidInputError, NotFoundError, StorageError
+from dcr_store.errors import ConflictError, IntegrityError, InvalidInputError, NotFoundError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import CODECS, StoreDocument
 from dcr_store.format.fields import now
@@ -27,14 +27,15 @@ from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.info import VersionDetail, VersionInfo, detail_of, info_of
 
 if TYPE_CHECKING:
+    from dcr_store.history.checkout_dcp import DcpResult
     from dcr_store.history.diff import Diff
     from dcr_store.history.report import VerifyReport
-    from dcr_store.layout.affine_map import AffineMap
-    from dcr_store.log.fold import OpenTransaction
+    from dcr_store.layout.layout import Layout
+    from dcr_store.log.fold import OpenTransaction, VersionRow
     from dcr_store.log.line import LineLog
     from dcr_store.ports import ObjectStore
     from dcr_store.publish.baseline import Baseline
-    from dcr_store.publish.joint import SliceTransaction
+    from dcr_store.publish.joint import Slices, SliceTransaction
     from dcr_store.publish.opening import Intent
     from dcr_store.publish.slice_baseline import SliceBaseline
     from dcr_store.publish.transaction import Transaction
@@ -203,7 +204,8 @@ class Store:
         writers: Sequence[str],
         writer: str | None = None,
         tensors: Mapping[str, tuple[str, Sequence[int]]] | None = None,
-        slices: Sequence[AffineMap] | None = None,
+        aliases: Mapping[str, str] | None = None,
+        slices: Slices | None = None,
     ) -> SliceTransaction: ...
     def begin(
         self,
@@ -220,7 +222,8 @@ class Store:
         writers: Sequence[str] | None = None,
         writer: str | None = None,
         tensors: Mapping[str, tuple[str, Sequence[int]]] | None = None,
-        slices: Sequence[AffineMap] | None = None,
+        aliases: Mapping[str, str] | None = None,
+        slices: Slices | None = None,
     ) -> Transaction | SliceTransaction:
         """Begin the next version of a line, or resume the one that this owner (or a dead process) left open.
 
@@ -250,8 +253,11 @@ class Store:
         writer : str, optional
             Which of them this process is; the first by default.
         tensors : mapping of str to (str, sequence of int), optional
-            With writers: dtype and shape of each tensor of the version. By default those of the head.
-        slices : sequence of AffineMap, optional
+            With writers: dtype and shape of each tensor of the version. By default those of the head, which also stay,
+            in their order and untied where they were, if these are the same.
+        aliases : mapping of str to str, optional
+            With tensors: further names, each of one of the tensors, or of an alias before it.
+        slices : sequence of AffineMap, or function that returns it for a layout, optional
             With writers: all that this one is going to write. Then what it has encoded is stored as soon as that is
             whole; otherwise much of it when it seals.
 
@@ -292,7 +298,7 @@ class Store:
                 flow.require_near(state.next_version, max_ahead)
 
         if writers is not None:
-            return self._begin_joint(line, intent, check, check_writers(writers), writer, tensors, slices)
+            return self._begin_joint(line, intent, check, check_writers(writers), writer, tensors, aliases, slices)
         held, release = self._acquire_baseline(line, baseline)
         try:
             with self._lock:
@@ -348,7 +354,8 @@ class Store:
         writers: tuple[str, ...],
         writer: str | None,
         tensors: Mapping[str, tuple[str, Sequence[int]]] | None,
-        slices: Sequence[AffineMap] | None,
+        aliases: Mapping[str, str] | None,
+        slices: Slices | None,
     ) -> SliceTransaction:
         from dcr_store.layout.layout import LayoutBuilder
         from dcr_store.publish.opening import abandon, begin
@@ -359,11 +366,17 @@ class Store:
             builder = LayoutBuilder()
             for name, (dtype, shape) in tensors.items():
                 builder.add(name, dtype, tuple(shape))
+            for alias, of in (aliases or {}).items():
+                builder.add_alias(alias, of)
             layout = builder.build()
             sha256 = layout.sha256
+            if head is not None and self._serves(head, layout):
+                sha256 = head.layout
             if head is None or head.layout != sha256:
                 # Before the record that names it, which others read.
                 self._objects.put(layout_key(sha256), layout.to_json_bytes())
+        elif aliases is not None:
+            raise InvalidInputError("aliases are of tensors", key="aliases", expected="tensors too", found="no tensors")
         elif head is not None:
             sha256 = head.layout
         else:
@@ -392,13 +405,23 @@ class Store:
             abandon(log, pending, f"could not start: {error}"[:500])
             raise
 
+    def _serves(self, head: VersionRow, layout: Layout) -> bool:
+        """Whether a new version can have the head's layout: then it is a delta, as one publisher's would be."""
+        if head.layout == layout.sha256:
+            return True
+        try:
+            return self._catalog.layout(head.layout).serves(layout)
+        except IntegrityError:
+            return False  # the history is damaged, and a state stored whole is what ends that
+
     def join(
         self,
         txid: str | None = None,
         *,
         writer: str,
         line: str = "main",
-        slices: Sequence[AffineMap] | None = None,
+        writers: Sequence[str] | None = None,
+        slices: Slices | None = None,
         timeout_s: float | None = None,
     ) -> SliceTransaction:
         """Take part, as one of its writers, in the transaction that is open on a line.
@@ -409,7 +432,9 @@ class Store:
             Which one; by default the next one that this process has not been in, as soon as it is begun.
         writer : str
             One of the names that it was begun with. Whoever joins again under a name, after a crash, goes on.
-        slices : sequence of AffineMap, optional
+        writers : sequence of str, optional
+            Without `txid`: wait for a transaction of exactly these, whose owner is not known to be dead.
+        slices : sequence of AffineMap, or function that returns it for a layout, optional
             As of ``begin``.
         timeout_s : float, optional
             How long to wait for it to be begun.
@@ -428,7 +453,8 @@ class Store:
         self._document.check_writable()
         check_line(line)
         log = self._catalog.log(line)
-        pending = awaited(log, txid, self._joined.get((line, writer)), timeout_s)
+        wanted = None if writers is None else check_writers(writers)
+        pending = awaited(log, txid, self._joined.get((line, writer)), timeout_s, wanted)
         transaction = self._slice_transaction(log, pending, writer, slices, is_committer=False)
         self._joined[line, writer] = pending.txid
         return transaction
@@ -438,7 +464,7 @@ class Store:
         log: LineLog,
         pending: OpenTransaction,
         writer: str,
-        slices: Sequence[AffineMap] | None,
+        slices: Slices | None,
         *,
         is_committer: bool,
     ) -> SliceTransaction:
@@ -554,8 +580,32 @@ class Store:
 
     # ------------------------------------------------------------------ receiving
 
-    def checkout(self, version: str, directory: Url, *, force: bool = False) -> PullResult:
-        """Write a version's checkpoint into a directory, byte for byte as it was published; see ``pull``."""
+    @overload
+    def checkout(
+        self, version: str, directory: Url, *, force: bool = False, format: Literal["published"] = "published"
+    ) -> PullResult: ...
+    @overload
+    def checkout(self, version: str, directory: Url, *, force: bool = False, format: Literal["dcp"]) -> DcpResult: ...
+    def checkout(
+        self, version: str, directory: Url, *, force: bool = False, format: str = "published"
+    ) -> PullResult | DcpResult:
+        """Write a version's checkpoint into a directory.
+
+        Parameters
+        ----------
+        force : bool
+            Also where the directory holds something that no version accounts for; of ``dcp``, where a distributed
+            checkpoint is, which is replaced.
+        format : {"published", "dcp"}
+            Byte for byte as it was published (see ``pull``), or a folder that ``torch.distributed.checkpoint`` loads,
+            in which tied names are tensors of their own; that needs torch.
+        """
+        if format == "dcp":
+            from dcr_store.history.checkout_dcp import checkout_dcp
+
+            return checkout_dcp(self._catalog, self._catalog.resolve(version), directory, force=force)
+        if format != "published":
+            raise InvalidInputError("unknown format", key="format", expected="published or dcp", found=repr(format))
         return self.pull(directory, version, force=force)
 
     @overload

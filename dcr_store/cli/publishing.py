@@ -60,14 +60,15 @@ def register(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "publish",
         help="publish a checkpoint as the next version of a line",
-        description="Publish a checkpoint (a directory of safetensors files) as the next version of a line.",
+        description="Publish a checkpoint (a directory of safetensors files, or a torch distributed checkpoint) as the "
+        "next version of a line.",
     )
     add_store(parser)
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
         type=directory_name,
-        help="an HF directory of safetensors files, or one such file",
+        help="an HF directory of safetensors files, one such file, or a folder of torch.distributed.checkpoint",
     )
     parser.add_argument("--line", metavar="L", type=line_name, default="main", help="line to publish on (default main)")
     parser.add_argument("--message", metavar="M", help="what this version is, for people")
@@ -150,7 +151,7 @@ def init(arguments: argparse.Namespace) -> int:
 
 def publish(arguments: argparse.Namespace) -> int:
     """Publish a checkpoint."""
-    from dcr_store.targets.checkpoint import open_checkpoint
+    from dcr_store.targets.dcp import open_source
 
     ahead_of = _ahead_of(arguments)
     # Not resolved: beside a link means beside the link.
@@ -158,7 +159,7 @@ def publish(arguments: argparse.Namespace) -> int:
     if not checkpoint.exists():
         raise NotFoundError("there is no such checkpoint; check the path", key=arguments.checkpoint)
     # Before anything is begun, and a baseline fetched: what is no checkpoint, or not whole, leaves no trace.
-    with open_checkpoint(arguments.checkpoint):
+    with open_source(arguments.checkpoint):
         pass
     with open_store(arguments) as store, progress.shown():
         beside = checkpoint.parent / ".dcr-baseline" / f"{store.store_id[:16]}-{arguments.line}"

@@ -38,6 +38,13 @@ def register(verbs: Verbs) -> None:
     parser.add_argument(
         "directory", metavar="DIR", type=directory_name, help="directory of the checkpoint; created if there is none"
     )
+    parser.add_argument(
+        "--format",
+        choices=("published", "dcp"),
+        metavar="FORMAT",
+        default="published",
+        help="published: byte for byte as it was (default); dcp: a new folder for torch.distributed.checkpoint",
+    )
     _add_force(parser)
     add_json(parser)
     parser.set_defaults(run=checkout)
@@ -74,6 +81,13 @@ def _add_force(parser: argparse.ArgumentParser) -> None:
 def checkout(arguments: argparse.Namespace) -> int:
     """Write a version into a directory."""
     with open_store(arguments) as store, progress.shown():
+        if arguments.format == "dcp":
+            written = store.checkout(arguments.version, arguments.directory, force=arguments.force, format="dcp")
+            if arguments.json:
+                json_to_stdout(written.to_json())
+            else:
+                to_stdout(render.written(written, arguments.directory))
+            return 0
         result = store.checkout(arguments.version, arguments.directory, force=arguments.force)
     _tell(arguments, result)
     return 0

@@ -58,7 +58,7 @@ _DOCUMENTS = {
     ),
     "`checkout`, `pull`": (
         "`version`, `root`, `previous` (a version or null), `nbytes_fetched`, `chunks_written`, `chunks_healed`, "
-        "`seconds`"
+        "`seconds`; with `--format dcp`: `version`, `root`, `n_tensors`, `nbytes`, `seconds`"
     ),
     "`follow`": (
         "one document for each version applied: `version`, `root`, `previous` (a version or null), `nbytes_spooled` "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from dcr_store.cli.output import escape
 
 if TYPE_CHECKING:
+    from dcr_store.history.checkout_dcp import DcpResult
     from dcr_store.history.diff import Diff
     from dcr_store.history.report import VerifyReport
     from dcr_store.receive.copying import CopyResult
@@ -194,6 +195,14 @@ def pulled(result: PullResult, directory: str) -> str:
         f"{escape(directory)} is at {result.version}{was}, root {result.root[:ROOT_DIGITS]}\n"
         f"  fetched {nbytes(result.nbytes_fetched)}, wrote {some(result.chunks_written, 'chunk')}"
         f" ({count(result.chunks_healed)} healed) in {result.seconds:.1f} s"
+    )
+
+
+def written(result: DcpResult, directory: str) -> str:
+    """Return what a checkout in another format did."""
+    return (
+        f"{escape(directory)} holds {result.version}, root {result.root[:ROOT_DIGITS]}, as a distributed checkpoint\n"
+        f"  wrote {some(result.n_tensors, 'tensor')}, {nbytes(result.nbytes)} in {result.seconds:.1f} s"
     )
 
 

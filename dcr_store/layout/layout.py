@@ -118,6 +118,22 @@ class Layout:
         hint = f"did you mean {' or '.join(close)}?" if close else f"the layout has {len(self.tensors)} tensors"
         raise NotFoundError(f"there is no tensor {str(name)[:200]!r}; {hint}")
 
+    def serves(self, other: Layout) -> bool:
+        """Whether a state of the layout `other` can be written in this one.
+
+        That is so if both have the same names, each with one dtype and shape, and names that are tied here are tied
+        there. The order is of no account, and names that are tied there only are stored once for each here.
+        """
+        if self._by_name.keys() != other._by_name.keys():
+            return False
+        ties: dict[str, set[str]] = {}
+        for name, entry in self._by_name.items():
+            its = other._by_name[name]
+            if (entry.dtype, entry.shape) != (its.dtype, its.shape):
+                return False
+            ties.setdefault(entry.name, set()).add(its.name)
+        return all(len(names) == 1 for names in ties.values())
+
     def n_chunks(self, space: str, chunk_elements: int) -> int:
         """Return the number of chunks of a space, the last one perhaps partly past its end."""
         return -(-self.spaces[space] // chunk_elements)

@@ -136,6 +136,11 @@ def name_of_torch_dtype(name: str, dtype: object) -> str:
     return found
 
 
+def torch_dtypes() -> dict[str, str]:
+    """Return torch's dtypes that can be stored, as text, and what they are in safetensors; torch is not asked."""
+    return dict(_TORCH_NAMES)
+
+
 def _describe_numpy(name: str, tensor: np.ndarray[Any, Any] | np.generic[Any]) -> tuple[str, tuple[int, ...]]:
     if isinstance(tensor, np.ma.MaskedArray):
         raise InvalidInputError(

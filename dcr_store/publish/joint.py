@@ -43,6 +43,7 @@ from dcr_store.payload.contributions import Rows
 from dcr_store.payload.version import read_manifest
 from dcr_store.publish.committing import Proposal, Sealed, append_commit, propose, store_proposal
 from dcr_store.publish.opening import LIVE
+from dcr_store.publish.owner import is_dead
 from dcr_store.publish.ownership import Ownership, check_ownership, ones_of, owned_box
 from dcr_store.publish.partitions import PartitionWriter, read_earlier
 from dcr_store.publish.seals import SealWatch, read_seal, same_bits
@@ -54,6 +55,9 @@ from dcr_store.versions.info import VersionInfo, info_of
 
 _FIRST_DELAY_S: Final = 0.02
 _LONGEST_DELAY_S: Final = 0.5
+
+Slices = Sequence[AffineMap] | Callable[[Layout], Sequence[AffineMap]]
+"""What a writer is going to write: maps, or what makes them for the layout of the transaction."""
 
 
 class SliceTransaction:
@@ -73,7 +77,7 @@ class SliceTransaction:
         release: Callable[[], None],
         *,
         is_committer: bool,
-        slices: Sequence[AffineMap] | None,
+        slices: Slices | None,
     ) -> None:
         self.line, self.txid, self.attempt, self.writer = log.line, pending.txid, pending.attempt, writer
         self.version = version_name(log.line, pending.version)
@@ -106,7 +110,8 @@ class SliceTransaction:
         is_delta = head is not None and head.layout == pending.layout
         self._base = Located(log.line, head) if head is not None and is_delta else None
         baseline.bring_to(self._base)
-        expected = None if slices is None else self._expected(slices)
+        announced = slices(self.layout) if callable(slices) else slices
+        expected = None if announced is None else self._expected(announced)
         earlier = read_earlier(catalog.objects, self._keys, writer)
         document = catalog.document
         partitions = PartitionWriter(
@@ -511,8 +516,12 @@ class SliceTransaction:
             error.add_note(f"the transaction could not be aborted either: {second}")
 
 
-def awaited(log: LineLog, txid: str | None, last: str | None, timeout_s: float | None) -> OpenTransaction:
+def awaited(
+    log: LineLog, txid: str | None, last: str | None, timeout_s: float | None, writers: tuple[str, ...] | None = None
+) -> OpenTransaction:
     """Return the transaction that is open on a line: `txid`, or else the next one that is not `last`.
+
+    With `writers`, one that was begun for these, and not by a process that is known to be gone.
 
     Raises
     ------
@@ -524,13 +533,19 @@ def awaited(log: LineLog, txid: str | None, last: str | None, timeout_s: float |
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     for _ in _tries(deadline):
         pending = log.refresh().open
-        if pending is not None and (pending.txid == txid or (txid is None and pending.txid != last)):
+        if pending is not None and (
+            pending.txid == txid or (txid is None and pending.txid != last and _is_of(pending, writers))
+        ):
             return pending
         if txid is not None:
             raise FencedError("the transaction is not open any more", key=txid)
     raise LagError(
         f"nobody has begun a transaction on {log.line} for {timeout_s:g} s", key=log.line, advice="join again"
     )
+
+
+def _is_of(pending: OpenTransaction, writers: tuple[str, ...] | None) -> bool:
+    return writers is None or (pending.writers == writers and not is_dead(pending.owner))
 
 
 def _tries(deadline: float | None) -> Iterator[None]:

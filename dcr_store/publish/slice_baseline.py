@@ -195,6 +195,8 @@ class _Gatherer:
 
 def _read(catalog: Catalog, located: Located, wanted: Sequence[tuple[SliceBits, int]]) -> None:
     """Replay the chunks that pieces meet, from the nearest anchor."""
+    for bits, index in wanted:
+        bits.packed(index).fill(0)  # a chunk of zeros is stored nowhere, and so is not written
     target = _Gatherer(wanted)
     for bits, index in wanted:
         bits.packed(index).fill(0)  # chunks that are all zero are stored nowhere, and nothing is written to them

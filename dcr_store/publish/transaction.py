@@ -38,7 +38,8 @@ from dcr_store.publish.opening import LIVE, WRITER
 from dcr_store.publish.partitions import PartitionWriter, read_durable
 from dcr_store.publish.spool import ChunkSpool
 from dcr_store.publish.state import AnchorWriter, DeltaWriter, StateWriter
-from dcr_store.targets.checkpoint import Checkpoint, open_checkpoint
+from dcr_store.targets.checkpoint import Checkpoint
+from dcr_store.targets.dcp import open_source
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.info import VersionInfo, info_of
 
@@ -163,7 +164,8 @@ class Transaction:
         Parameters
         ----------
         directory : path
-            An HF directory, or one safetensors file. Must not change during the call.
+            An HF directory, one safetensors file, or a folder that torch.distributed.checkpoint wrote, however it was
+            sharded; of that, entries that are no tensors are left out. Must not change during the call.
 
         Raises
         ------
@@ -176,7 +178,7 @@ class Transaction:
                 f"a checkpoint cannot be added to {self.version}, which has tensors already; use one for each",
                 key=str(directory),
             )
-        with open_checkpoint(directory) as checkpoint, self._whole():
+        with open_source(directory) as checkpoint, self._whole():
             self._write_tensors(checkpoint)
             self._write_files(checkpoint)
             nbytes = sum(file.nbytes for file in self._files)

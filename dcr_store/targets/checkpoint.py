@@ -115,6 +115,11 @@ class Checkpoint:
         IntegrityError
             If the file was changed since the checkpoint was opened.
         """
+        file, tensor = self._require_range(name, start, stop, out)
+        self._opened(file).read(tensor.begin + start * out.itemsize, out.view(np.uint8).data)
+
+    def _require_range(self, name: str, start: int, stop: int, out: Bits) -> tuple[CheckpointFile, FileTensor]:
+        """Return a tensor, if elements of it can be read into `out`."""
         file, tensor = self._find(name)
         uint = uint_dtype(DTYPES[tensor.dtype].space)
         if not 0 <= start <= stop <= (tensor.end - tensor.begin) // uint.itemsize:
@@ -126,7 +131,7 @@ class Checkpoint:
                 expected=f"writable contiguous {uint} of shape ({stop - start},)",
                 found=f"{out.dtype} of shape {out.shape}",
             )
-        self._opened(file).read(tensor.begin + start * uint.itemsize, out.view(np.uint8).data)
+        return file, tensor
 
     def read_side_file(self, path: str) -> bytes:
         """Return the content of a side file; ``IntegrityError`` if it has another length than when it was listed."""

@@ -146,6 +146,67 @@ def test_unchanged_slices_store_nothing_and_ownership_once(tmp_path: Any) -> Non
         assert owned == {seal.ownership.key for _, seal in _contents(store, "main@1").seals}
 
 
+def test_slices_of_zeros_are_read_as_zeros_whatever_was_in_memory(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of zeros are stored nowhere: reading a baseline, and healing it, has to make them."""
+    blank = SliceBits.blank
+
+    def dirty(pieces: Any) -> SliceBits:
+        found = blank(pieces)
+        found.bits.fill(7)
+        return found
+
+    monkeypatch.setattr(SliceBits, "blank", dirty)
+    states = [{name: np.zeros_like(array) for name, array in random_state(0).items()}]
+    states += [next_state(states[0], 1), states[0]]
+    roots = publish_alone(str(tmp_path / "alone"), states, chunk_elements=256)
+    maps = [maps_of(rank, 2) for rank in range(2)]
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        with store.begin() as transaction:
+            for name, array in states[0].items():
+                transaction.write(name, array)
+        stores = [dcr_store.open(store.url) for _ in range(2)]
+        publish_jointly(stores, states[1], maps)
+        publish_jointly(stores, states[2], maps)
+        for held in stores[0]._slice_baselines.values():
+            for bits in held.slices.values():
+                bits.bits.fill(9)
+        publish_jointly(stores, states[1], maps)
+        assert [info.root for info in store.log()] == [*roots, roots[1]]
+        assert store.verify(deep=True).ok
+
+
+def test_names_may_be_tied_and_the_head_keeps_its_order_and_what_it_stores_apart(tmp_path: Any) -> None:
+    state = random_state(0)
+    state["head"] = state["embed"]
+    tied = {name: SHAPES[name] for name in ("k", "q", "embed")}
+    apart = {**tied, "head": SHAPES["embed"]}
+
+    def publish(tensors: Any, aliases: Any) -> None:
+        with store.begin(writers=["a"], tensors=tensors, aliases=aliases) as joint:
+            for entry in joint.layout.tensors:
+                joint.write_slice(state[entry.name], slices.whole(entry.name, entry.dtype, entry.shape))
+
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        with store.begin() as transaction:
+            for name in ("q", "embed", "k", "head"):
+                transaction.write(name, state[name])
+        publish(tied, {"head": "embed"})
+        publish(apart, None)  # what is tied in the head cannot hold it
+        publish(tied, {"head": "embed"})  # what is apart there can
+        with store.begin() as transaction:
+            for name in ("q", "embed", "k", "head"):
+                transaction.write(name, state[name])
+        log = store.log()
+        assert [(info.base, info.changed) for info in log[1::2]] == [("main@0", 0), ("main@2", 0)]
+        assert log[2].base is None
+        assert [log[number].root for number in (1, 3, 4)] == [log[0].root, log[2].root, log[2].root]
+        require_state(store, "main@3", {name: state[name] for name in apart})
+        with pytest.raises(InvalidInputError, match="aliases are of tensors"):
+            store.begin(writers=["a"], aliases={"x": "q"})
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -683,3 +744,25 @@ def test_values_of_two_elements(tmp_path: Any) -> None:
             assert store.read("main")["phase"].tobytes() == array.tobytes()
             array = array * np.complex128(2)
         assert store.verify(deep=True).ok
+
+
+def test_who_joins_one_of_these_writers_waits_for_a_live_owner(tmp_path: Any) -> None:
+    import os
+
+    from dcr_store.publish.owner import default_owner
+
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    parts = default_owner().split(":")
+    parts[4] = str(child)
+    tensors = {"q": SHAPES["q"]}
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store, dcr_store.open(store.url) as other:
+        store.begin(writers=["a", "b"], tensors=tensors, owner=":".join(parts))._close()
+        with pytest.raises(LagError, match="nobody has begun"):
+            other.join(writer="b", writers=["a", "b"], timeout_s=0.1)
+        store.begin(writers=["a", "b"], tensors=tensors)
+        with pytest.raises(LagError, match="nobody has begun"):
+            other.join(writer="b", writers=["b", "a"], timeout_s=0.1)
+        assert other.join(writer="b", writers=["a", "b"], timeout_s=5).version == "main@0"

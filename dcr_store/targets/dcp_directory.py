@@ -1,0 +1,130 @@
+"""Write a folder that torch.distributed.checkpoint loads: tensor by tensor, whole or not at all.
+
+Written beside its place and moved there at the end. Refuses a place where something is, unless that is a distributed
+checkpoint and may be replaced; dtypes that torch does not have; calls without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dcr_store.errors import ConflictError, InvalidInputError, StorageError
+from dcr_store.layout.dtypes import DTYPES
+from dcr_store.layout.tensors import torch_dtypes
+from dcr_store.targets.dcp import is_dcp
+from dcr_store.targets.own_directories import refuse_file, refuse_inside_store
+
+
+def write_dcp(
+    directory: Path,
+    tensors: Mapping[str, tuple[str, Sequence[int]]],
+    read: Callable[[str], Any],
+    *,
+    force: bool = False,
+) -> int:
+    """Write a distributed checkpoint; return the bytes of its files.
+
+    Parameters
+    ----------
+    directory : Path
+        A new or empty one; with `force` also a distributed checkpoint, which is replaced.
+    tensors : mapping of str to (str, sequence of int)
+        Dtype and shape by name.
+    read : function
+        Returns a tensor by name, as torch's; called once for each, in order, and kept no longer than it is written.
+
+    Raises
+    ------
+    InvalidInputError
+        If torch is missing, or has no such dtype.
+    ConflictError
+        If something else is there.
+    """
+    try:
+        import torch
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+    except ImportError as error:
+        raise InvalidInputError(
+            "distributed checkpoints need torch; pip install dcr-store[torch]", key=str(directory)
+        ) from error
+    dtypes = {name: text.removeprefix("torch.") for text, name in torch_dtypes().items()}
+    blank: dict[str, Any] = {}
+    for name, (dtype, shape) in tensors.items():
+        found = None if DTYPES[dtype].packed else getattr(torch, dtypes.get(dtype, ""), None)
+        if found is None:
+            raise InvalidInputError(
+                "has a dtype that a distributed checkpoint cannot hold; check the version out as safetensors",
+                key=name,
+                expected="values of whole bytes that torch has",
+                found=dtype,
+            )
+        blank[name] = torch.empty(tuple(shape), dtype=found, device="meta")
+    planner = _planner(DefaultSavePlanner, read)
+    options = {"no_dist": True} if "no_dist" in inspect.signature(save).parameters else {}
+    with _in_place_of(directory, force=force) as place:
+        writer = FileSystemWriter(str(place), thread_count=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that nothing is distributed is meant
+            save(blank, storage_writer=writer, planner=planner, **options)
+        return sum(path.stat().st_size for path in place.iterdir())
+
+
+def _planner(base: Any, read: Callable[[str], Any]) -> Any:
+    class Planner(base):  # type: ignore[misc]
+        """Takes each tensor when it is written."""
+
+        def resolve_data(self, write_item: Any) -> Any:
+            return read(write_item.index.fqn)
+
+    return Planner()
+
+
+@contextlib.contextmanager
+def _in_place_of(directory: Path, *, force: bool) -> Iterator[Path]:
+    """Yield a directory that takes the place of `directory` if nothing is raised."""
+    refuse_inside_store(directory, "the checkpoint")
+    refuse_file(directory)
+    directory = Path(os.path.realpath(directory))
+    try:
+        is_there = directory.is_dir() and any(True for _ in directory.iterdir())
+        if is_there and not (force and is_dcp(directory)):
+            raise ConflictError(
+                "is not empty; give another directory" + ("" if force else ", or force, which replaces a checkpoint"),
+                key=str(directory),
+                expected="nothing there" + (", or a distributed checkpoint" if force else ""),
+                found="a distributed checkpoint" if is_dcp(directory) else "other files",
+            )
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    except OSError as error:
+        raise StorageError(f"cannot be written: {error.strerror}", key=str(directory)) from error
+    try:
+        mask = os.umask(0)
+        os.umask(mask)
+        place.chmod(0o777 & ~mask)
+        yield place
+        try:
+            if is_there:
+                # A crash between the two leaves both, the old one under the name of the temporary one.
+                old = place.with_name(place.name + "-old")
+                directory.rename(old)
+                place.rename(directory)
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                if directory.is_dir():
+                    directory.rmdir()
+                place.rename(directory)
+        except OSError as error:
+            raise StorageError(f"cannot be written: {error.strerror}", key=str(directory)) from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)

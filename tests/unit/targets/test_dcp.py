@@ -1,0 +1,411 @@
+"""Distributed checkpoints are published as they are, and versions are checked out as distributed checkpoints."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dcr_store
+from dcr_store.cli.main import main
+from dcr_store.errors import ConflictError, DcrError, FormatError, IntegrityError, InvalidInputError
+from dcr_store.targets.dcp import DcpCheckpoint, is_dcp, open_source
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+ROOT = Path(__file__).parents[3]
+
+
+def state() -> dict[str, Any]:
+    """Dtypes of all widths, shapes of all kinds, memory of all orders, and what is no tensor."""
+    import torch
+
+    torch.manual_seed(3)
+    bits = torch.randint(-(2**15), 2**15, (600,), dtype=torch.int16)
+    return {
+        "layers.0.weight": bits[:360].view(torch.bfloat16).view(18, 20),
+        "layers.0.t": bits[:300].view(torch.bfloat16).view(15, 20).t(),
+        "half": bits[:7].view(torch.float16),
+        "f8": torch.arange(12, dtype=torch.uint8).view(torch.float8_e4m3fn).view(3, 4),
+        "mask": torch.tensor([True, False, True]),
+        "u16": torch.arange(5, dtype=torch.int16).view(torch.uint16),
+        "step": torch.tensor(41),
+        "empty": torch.empty(0, 4),
+        "c64": torch.randn(5, 3, dtype=torch.complex64),
+        "c128": torch.randn(3, 2, 2, dtype=torch.complex128).transpose(0, 1),
+        "parameter": torch.nn.Parameter(torch.randn(2, 1, 3)),
+        "part": torch.randn(10, 8)[2:7, 3:5],
+        "nested": {"moments": [torch.randn(4), torch.randn(70).double()]},
+        "lr": 0.25,
+        "note": "no tensor",
+    }
+
+
+def flat(found: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in found.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield from flat({str(i): item for i, item in enumerate(value)}, f"{prefix}{key}.")
+        elif hasattr(value, "numel"):
+            yield f"{prefix}{key}", value.detach()
+
+
+def saved(folder: Path, found: dict[str, Any]) -> Path:
+    import torch.distributed.checkpoint as checkpoint
+
+    checkpoint.save(found, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def loaded(folder: Path, found: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    import torch.distributed.checkpoint as checkpoint
+
+    blank = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
+    checkpoint.load(blank, checkpoint_id=str(folder), no_dist=True)
+    return blank
+
+
+def bits_of(tensor: Any) -> bytes:
+    import torch
+
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Any]:
+    with dcr_store.create(tmp_path / "s", chunk_elements=64) as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return saved(tmp_path / "dcp", state())
+
+
+def publish(store: Any, folder: Path) -> Any:
+    with store.begin() as transaction:
+        return transaction.write_checkpoint(folder)
+
+
+def test_a_folder_is_published_as_its_tensors_would_be(store: Any, folder: Path, tmp_path: Path) -> None:
+    tensors = dict(flat(state()))
+    summary = publish(store, folder)
+    assert summary.n_tensors == len(tensors)
+    assert summary.left_out == (("lr", "no tensor"), ("note", "no tensor"))
+    found = store.read("main", framework="torch")
+    assert {name: (t.dtype, t.shape, bits_of(t)) for name, t in found.items()} == {
+        name: (t.dtype, t.shape, bits_of(t)) for name, t in tensors.items()
+    }
+    with store.begin() as transaction:
+        for name, tensor in tensors.items():
+            transaction.write(name, tensor)
+    assert len({info.root for info in store.log()}) == 1
+    assert store.log()[1].changed == 0
+
+
+def test_all_ranks_chunks_become_whole_tensors(store: Any, tmp_path: Path) -> None:
+    """Of four real ranks: FSDP2, HSDP, tensor parallelism, and both, with sizes that do not divide."""
+    script = [sys.executable, "-W", "error", str(ROOT / "tests" / "dtensor_ranks.py"), "real", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "checkpoint").glob("*.distcp"))) == 4
+    publish(store, tmp_path / "checkpoint")
+    full = dict(np.load(tmp_path / "0.npz"))
+    found = store.read("main")
+    assert len(found) == 24
+    for name, array in found.items():
+        assert array.tobytes() == full[f"full/{name.partition('/')[2]}"].tobytes(), name
+
+
+def test_a_version_is_checked_out_for_torch_and_comes_back(store: Any, tmp_path: Path) -> None:
+    import torch
+
+    tensors = dict(flat(state()))
+    tensors["tied"] = tensors["layers.0.weight"]
+    with store.begin() as transaction:
+        for name, tensor in tensors.items():
+            transaction.write(name, tensor)
+    result = store.checkout("main", tmp_path / "new" / "out", format="dcp")
+    assert (result.version, result.root, result.n_tensors) == ("main@0", store.log()[0].root, len(tensors))
+    assert result.nbytes == sum(path.stat().st_size for path in (tmp_path / "new" / "out").iterdir())
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
+    found = loaded(tmp_path / "new" / "out", tensors)
+    assert {name: bits_of(tensor) for name, tensor in found.items()} == {
+        name: bits_of(tensor) for name, tensor in tensors.items()
+    }
+    publish(store, tmp_path / "new" / "out")
+    assert [(info.root, info.base) for info in store.log()] == [(result.root, None), (result.root, "main@0")]
+    with torch.no_grad():
+        found["half"][3] = 0.5
+    publish(store, saved(tmp_path / "again", found))
+    assert store.log()[2].changed == 1
+
+
+def test_a_checkout_replaces_nothing_but_a_checkpoint_and_only_by_force(
+    store: Any, folder: Path, tmp_path: Path
+) -> None:
+    publish(store, folder)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    for place, force in (("other", False), ("other", True), ("dcp", False)):
+        with pytest.raises(ConflictError, match="is not empty; give another directory"):
+            store.checkout("main", tmp_path / place, format="dcp", force=force)
+    assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
+    (tmp_path / "dcp" / "extra").write_text("")
+    store.checkout("main", tmp_path / "dcp", format="dcp", force=True)
+    assert sorted([path.name for path in (tmp_path / "dcp").iterdir()]) == [".metadata", "__0_0.distcp"]
+    (tmp_path / "empty").mkdir()
+    store.checkout("main", tmp_path / "empty", format="dcp")
+    with pytest.raises(InvalidInputError, match="or inside of one"):
+        store.checkout("main", tmp_path / "s" / "x", format="dcp")
+    with pytest.raises(InvalidInputError, match=r"format: unknown format .*published or dcp"):
+        store.checkout("main", tmp_path / "y", format="hf")
+    assert sorted([path.name for path in tmp_path.iterdir()]) == ["dcp", "empty", "other", "s"]
+
+
+def test_the_command_line_takes_both_ways(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = str(tmp_path / "cli")
+    assert main(["init", url]) == 0
+    assert main(["publish", url, str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["left_out"] == [{"path": "lr", "reason": "no tensor"}, {"path": "note", "reason": "no tensor"}]
+    assert main(["checkout", url, "main", str(tmp_path / "out"), "--format", "dcp"]) == 0
+    assert "as a distributed checkpoint\n  wrote 14 tensors" in capsys.readouterr().out
+    assert is_dcp(tmp_path / "out")
+    assert main(["checkout", url, "main", str(tmp_path / "out"), "--format", "dcp", "--json", "--force"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"version", "root", "n_tensors", "nbytes", "seconds"}
+    assert main(["publish", url, str(tmp_path / "out"), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["root"], again["base"], again["changed"]) == (told["root"], "main@0", 0)
+
+
+def test_without_torch_folders_are_published_but_not_written(
+    store: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    publish(store, folder)
+    with pytest.raises(InvalidInputError, match=r"distributed checkpoints need torch; pip install dcr-store\[torch\]"):
+        store.checkout("main", tmp_path / "out", format="dcp")
+    assert not (tmp_path / "out").exists()
+
+
+def test_little_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    import torch
+
+    saved(tmp_path / "dcp", {f"w{i}": torch.full((1 << 20, 4), float(i)) for i in range(4)})
+    out = np.empty(1 << 16, "<u4")
+    with open_source(tmp_path / "dcp") as checkpoint:
+        tracemalloc.start()
+        try:
+            for name in checkpoint.tensors:
+                for start in range(0, 4 << 20, 1 << 20):
+                    checkpoint.read_into(name, start, start + len(out), out)
+                    assert (out.view("<f4") == float(name[1])).all()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak < 4 << 20
+
+
+def test_files_that_change_while_they_are_read_are_noticed(folder: Path) -> None:
+    for path in (folder / "__0_0.distcp", folder / ".metadata"):
+        with open_source(folder) as checkpoint:
+            checkpoint.check_unchanged()
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            os.utime(path, ns=(1, 1))
+            path.write_bytes(data)
+            with pytest.raises(IntegrityError, match="was changed while it was being read"):
+                checkpoint.check_unchanged()
+            data[-1] ^= 1
+            path.write_bytes(data)
+    with pytest.raises(InvalidInputError, match="the checkpoint is closed"):
+        checkpoint.bits("step")
+
+
+def test_safetensors_go_first_and_other_directories_are_no_folders_of_dcp(tmp_path: Path, folder: Path) -> None:
+    assert is_dcp(folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    assert not is_dcp(folder)
+    assert not is_dcp(tmp_path / "none")
+
+
+@pytest.mark.parametrize("start", [0, 5])
+@pytest.mark.parametrize("step", [1, 2])
+def test_tensors_may_lie_anywhere_in_their_storage(folder: Path, start: int, step: int) -> None:
+    import torch
+
+    with torch.no_grad():
+        tensor = torch.arange(40, dtype=torch.float16)[start : start + 7 * step : step]
+    archive = io.BytesIO()
+    torch.save(torch.nn.Parameter(tensor), archive)
+    (folder / "other.distcp").write_bytes(b"odd" + archive.getvalue())
+
+    def change(metadata: Any) -> None:
+        info = first(metadata)
+        info.relative_path, info.offset, info.length = "other.distcp", 3, len(archive.getvalue())
+
+    edited(folder, change)
+    with open_source(folder) as checkpoint:
+        assert checkpoint.bits("half").tobytes() == bits_of(tensor)
+
+
+# ---------------------------------------------------------------------- damaged and foreign folders
+
+
+class Evil:
+    """Pickled, it calls what it likes when it is read."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/tmp/dcr-store-was-here",)
+
+
+def edited(folder: Path, change: Any) -> None:
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)  # our own, made by torch just now
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def first(metadata: Any, name: str = "half") -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+
+
+def cut(folder: Path) -> None:
+    data = (folder / "__0_0.distcp").read_bytes()
+    (folder / "__0_0.distcp").write_bytes(data[:-100])
+
+
+def zeroed(folder: Path) -> None:
+    size = (folder / "__0_0.distcp").stat().st_size
+    (folder / "__0_0.distcp").write_bytes(bytes(size))
+
+
+def swapped(folder: Path) -> None:
+    def change(metadata: Any) -> None:
+        a, b = first(metadata, "half"), first(metadata, "u16")
+        a.offset, b.offset = b.offset, a.offset
+
+    edited(folder, change)
+
+
+def without(name: str) -> Any:
+    def change(metadata: Any) -> None:
+        key = next(index for index in metadata.storage_data if index.fqn == name)
+        del metadata.storage_data[key]
+
+    return lambda folder: edited(folder, change)
+
+
+def with_evil(folder: Path) -> None:
+    edited(folder, lambda metadata: setattr(metadata, "planner_data", Evil()))
+
+
+def with_evil_tensor(folder: Path) -> None:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as made:
+        made.writestr("archive/data.pkl", pickle.dumps(Evil()))
+        made.writestr("archive/data/0", bytes(14))
+    data = archive.getvalue()
+    (folder / "evil.distcp").write_bytes(data)
+
+    def change(metadata: Any) -> None:
+        info = first(metadata)
+        info.relative_path, info.offset, info.length = "evil.distcp", 0, len(data)
+
+    edited(folder, change)
+
+
+def outside(folder: Path) -> None:
+    edited(folder, lambda metadata: setattr(first(metadata), "relative_path", "../secret"))
+
+
+def transformed(folder: Path) -> None:
+    edited(folder, lambda metadata: setattr(first(metadata), "transform_descriptors", ["zstd"]))
+
+
+def overlapping(folder: Path) -> None:
+    def change(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata["half"]
+        entry.chunks = entry.chunks * 2
+
+    edited(folder, change)
+
+
+def unsupported(folder: Path) -> None:
+    import torch
+
+    edited(folder, lambda m: setattr(m.state_dict_metadata["half"].properties, "dtype", torch.complex32))
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "message"),
+    [
+        (cut, InvalidInputError, "__0_0.distcp: a file of the checkpoint is cut short; copy it again"),
+        (zeroed, FormatError, "is not what torch.save writes; .*archive with data.pkl"),
+        (swapped, FormatError, r"is another tensor than the metadata says.*F16 \[7\].*U16 \[5\]"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), InvalidInputError, "a file of the checkpoint is missing"),
+        (lambda folder: (folder / ".metadata").write_bytes(b"junk"), FormatError, "metadata: cannot be read"),
+        (lambda folder: (folder / ".metadata").write_bytes(b""), FormatError, "metadata: cannot be read: EOFError"),
+        (
+            lambda folder: (folder / ".metadata").write_bytes(pickle.dumps([1])),
+            FormatError,
+            "metadata: is no metadata of a distributed checkpoint",
+        ),
+        (without("half"), FormatError, "half: the metadata does not say where a chunk is"),
+        (with_evil, FormatError, "metadata: names something that no tensor needs.*posix.mkdir"),
+        (with_evil_tensor, FormatError, r"half \(evil.distcp at 0\): names something that no tensor.*posix.mkdir"),
+        (outside, DcrError, r"\.\./secret"),
+        (transformed, FormatError, "half: is compressed or otherwise transformed"),
+        (overlapping, InvalidInputError, "half: chunks of the checkpoint overlap"),
+        (unsupported, InvalidInputError, "half: has a dtype that format 1 cannot store"),
+    ],
+)
+def test_what_is_not_whole_or_not_of_dcp_is_refused_by_name(
+    store: Any, folder: Path, damage: Any, kind: type[DcrError], message: str
+) -> None:
+    damage(folder)
+    with pytest.raises(kind, match=message):
+        publish(store, folder)
+    assert store.log() == []
+    assert not Path("/tmp/dcr-store-was-here").exists()
+
+
+def test_metadata_of_torch_and_ours_say_the_same(folder: Path) -> None:
+    import torch.distributed.checkpoint as checkpoint
+
+    from dcr_store.layout.from_dcp import maps_of_dcp
+    from dcr_store.targets.dcp_pickle import read_metadata
+
+    theirs = checkpoint.FileSystemReader(str(folder)).read_metadata()
+    ours = read_metadata((folder / ".metadata").read_bytes(), "m")
+    assert maps_of_dcp(ours) == maps_of_dcp(theirs)
+    with DcpCheckpoint(folder) as opened:
+        for name, tensor in flat(state()):
+            assert opened.bits(name).tobytes() == bits_of(tensor), name
+
+
+def test_a_copied_folder_is_the_same(store: Any, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "README").write_text("hello")
+    assert publish(store, tmp_path / "copy").left_out[-1] == ("README", "no tensors of the distributed checkpoint")
