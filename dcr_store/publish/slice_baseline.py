@@ -198,8 +198,6 @@ def _read(catalog: Catalog, located: Located, wanted: Sequence[tuple[SliceBits, 
     for bits, index in wanted:
         bits.packed(index).fill(0)  # a chunk of zeros is stored nowhere, and so is not written
     target = _Gatherer(wanted)
-    for bits, index in wanted:
-        bits.packed(index).fill(0)  # chunks that are all zero are stored nowhere, and nothing is written to them
     path = route(catalog, located).path
     places = everywhere(path, ZERO)
     for space in SPACES:
