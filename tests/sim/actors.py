@@ -8,7 +8,7 @@ from sim.library import N_VARIANTS, STATES
 from sim.process import Event
 from sim.scheduler import ViolationError
 
-from dcr_store.errors import ConflictError, DcrError, FencedError, OutcomeUnknownError
+from dcr_store.errors import ConflictError, DcrError, FencedError, IntegrityError, OutcomeUnknownError
 from dcr_store.receive.copying import pull_copy
 from dcr_store.targets.copy_directory import reading
 
@@ -48,6 +48,7 @@ def publisher(last_step: int, owner: str, *, takes_over: float = 0.0) -> Callabl
         variant = role.n_incarnations % N_VARIANTS
         n_conflicts = 0
         while True:
+            n_rotten = role.host.n_rotten
             try:
                 with store:
                     if _publish_next(world, role, store, last_step, owner, variant, takes_over):
@@ -61,6 +62,11 @@ def publisher(last_step: int, owner: str, *, takes_over: float = 0.0) -> Callabl
                 world.scheduler.sleep(world.rng.uniform(0.05, 0.5) * min(n_conflicts, 6))
             except OutcomeUnknownError:
                 world.count("outcome unknown")
+            except IntegrityError as error:
+                # A baseline that rots while it is healed.
+                if error.key != f"{role.host.root}/baseline" or role.host.n_rotten == n_rotten:
+                    let_pass(error)
+                world.count("healed in vain")
             except DcrError as error:
                 let_pass(error)
                 world.scheduler.sleep(0.2)

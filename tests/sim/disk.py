@@ -59,6 +59,8 @@ class Disk:
         Set by whatever changes a file of that; the judge looks, and resets it.
     has_marked : bool
         Set where that may have changed what its marker says, or which version the link leads to; likewise.
+    n_rotten : int
+        How often a baseline of this host has rotted.
     """
 
     def __init__(self, root: Path, *, has_files: bool = True) -> None:
@@ -70,6 +72,7 @@ class Disk:
         self.journal: list[tuple[set[str], Callable[[], None]]] = []
         self.keeps_copies = False
         self.has_changed = self.has_marked = False
+        self.n_rotten = 0
 
     # ------------------------------------------------------------------ what was done
 
@@ -109,6 +112,7 @@ class Disk:
 
     def rot(self, rng: Random) -> None:
         """Change one byte of a baseline, if there is one: nobody has promised that its files stay as they are."""
+        self.n_rotten += 1
         for name in ("u16.bin", "u8.bin"):
             path = f"{self.root}/baseline/{name}"
             if os.path.exists(path) and (data := bytearray(read_file(path))):
