@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
 
 from dcr_store.errors import InvalidInputError
 from dcr_store.layout import slices
@@ -197,3 +201,21 @@ def test_a_value_that_goes_to_two_tensors_is_in_both() -> None:
 def test_what_does_not_fit_is_refused(call: Any) -> None:
     with pytest.raises(InvalidInputError):
         call()
+
+
+def test_documents_validate() -> None:
+    schema = Path(__file__).parents[3] / "schema"
+    found = {
+        path.name: json.loads(path.read_text("utf-8")) for path in (schema / "affine-map.json", schema / "defs.json")
+    }
+    registry: Registry[Any] = Registry().with_resources(
+        (document["$id"], Resource.from_contents(document)) for document in found.values()
+    )
+    validator = Draft202012Validator(found["affine-map.json"], registry=registry)
+    for mapped in (
+        slices.whole("s", "F32", ()),
+        slices.whole("e", "F32", (0, 3)),
+        slices.qkv({"q": (8, 4), "k": (4, 4)}, "BF16", 2, 0, 2),
+        slices.transposed(slices.row_parallel("w", "C64", (6, 8), 1, 2)),
+    ):
+        validator.validate(json.loads(mapped.to_bytes()))
