@@ -280,6 +280,14 @@ class Store:
         from dcr_store.publish.transaction import Transaction
 
         intent = self._intent(line, base, message, metadata, owner, takeover)
+        if writers is None:
+            given = {"writer": writer, "tensors": tensors, "slices": slices, "aliases": aliases}
+            if lone := [name for name, value in given.items() if value is not None]:
+                raise InvalidInputError("is for several writers alone", key=lone[0], expected="writers too")
+        elif baseline is not None:
+            raise InvalidInputError(
+                "writers keep what they own in memory; they have no baseline directory", key="baseline", found=baseline
+            )
         flow = Flow(self._catalog, line, ahead_of)
         if (max_ahead is None) == bool(flow.groups):
             raise InvalidInputError(
@@ -360,6 +368,9 @@ class Store:
         from dcr_store.layout.layout import LayoutBuilder
         from dcr_store.publish.opening import abandon, begin
 
+        mine = writers[0] if writer is None else writer
+        if mine not in writers:  # before anything is begun, or taken up, in its name
+            raise InvalidInputError("is none of the writers", key="writer", expected=list(writers), found=mine)
         log = self._catalog.log(line)
         head = log.refresh().head
         if tensors is not None:
@@ -398,8 +409,8 @@ class Store:
 
         pending = begin(log, replace(intent, writers=writers, layout=sha256), check_layout)
         try:
-            transaction = self._slice_transaction(log, pending, writer or writers[0], slices, is_committer=True)
-            self._joined[line, writer or writers[0]] = pending.txid
+            transaction = self._slice_transaction(log, pending, mine, slices, is_committer=True)
+            self._joined[line, mine] = pending.txid
             return transaction
         except Exception as error:
             abandon(log, pending, f"could not start: {error}"[:500])

@@ -223,8 +223,10 @@ def _read_box(fields: Fields) -> Box:
     if not isinstance(dims, list):
         raise FormatError("field 'dims' is wrong", key=fields.key, expected="a list", found=type(dims).__name__)
     read = [Dim(*row) for row in (_numbers(dim, fields.key) for dim in dims) if len(row) == 3]
-    if len(read) != len(dims):
-        raise FormatError("field 'dims' is wrong", key=fields.key, expected="triples", found=repr(dims)[:80])
+    if len(read) != len(dims) or any(dim.n < 2 for dim in read):
+        raise FormatError(
+            "field 'dims' is wrong", key=fields.key, expected="triples, of two values or more", found=repr(dims)[:80]
+        )
     return box(fields.count("local"), fields.count("canonical"), read)
 
 

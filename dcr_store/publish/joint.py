@@ -25,6 +25,7 @@ from dcr_store.errors import (
     LagError,
     OutcomeUnknownError,
 )
+from dcr_store.format import canonical
 from dcr_store.format.documents import CheckpointFile, ObjectRef
 from dcr_store.format.fields import now
 from dcr_store.format.names import TransactionKeys, new_incarnation, new_txid, version_name
@@ -160,7 +161,7 @@ class SliceTransaction:
             If tensor and map, or map and layout, do not fit, or an element was written before.
         """
         self._require_unsealed()
-        data = as_bits("the slice", tensor)
+        data = as_bits(", ".join(mapped.tensors) or "the slice", tensor)
         if (data.dtype, tuple(data.shape)) != (mapped.dtype, mapped.shape):
             raise InvalidInputError(
                 "the slice is not what its map is of",
@@ -349,7 +350,7 @@ class SliceTransaction:
                 )
             events.reached("publish.seals.found", self.version)
             found = watch.sealed(self.attempt)
-            check_ownership(self.layout, [owned for _, owned in found], self._writer_chunk)
+            self._check_ownership([owned for _, owned in found])
             sealed = [item for item, _ in found]
             base = None if self._base is None else (self._base.base, self._catalog.tables(self._base))
             files = self._files()
@@ -358,6 +359,13 @@ class SliceTransaction:
         _, sealed, proposal = self._proposed
         store_proposal(self._catalog.objects, self._keys, sealed, proposal)
         return append_commit(self._log, proposal, self._require_ours)
+
+    def _check_ownership(self, found: Sequence[Ownership]) -> None:
+        """Check who owns what, unless the same was found right for the version before."""
+        proof = tuple(canonical.sha256(item.to_bytes()) for item in found)
+        if self._baseline.proven != (self.layout.sha256, proof):
+            check_ownership(self.layout, found, self._writer_chunk)
+            self._baseline.proven = self.layout.sha256, proof
 
     def _files(self) -> Sequence[CheckpointFile]:
         """Return the files of the base: headers and side files go on with the layout."""
@@ -391,6 +399,7 @@ class SliceTransaction:
         if seal.incarnation == self._writer.partitions.incarnation:
             return
         if same_bits(self._rows, read_seal(self._catalog.objects, seal)):
+            self._ownership = None  # where this incarnation stored it, no version names it
             return
         self._baseline.bring_to(None)
         self._state = "fenced"
@@ -410,10 +419,9 @@ class SliceTransaction:
         if self._base is None:
             self._baseline.slices = dict(self._used)
         else:
-            for (key, index), change in self._writer.changes.items():
-                self._baseline.change(self._used[key], index, *change)
-            for key in set(self._baseline.slices) - set(self._used):
-                del self._baseline.slices[key]  # not this writer's any more
+            for key, index, change in self._writer.changed():
+                self._baseline.change(self._used[key], index, change)
+        self._baseline.keep(self._used)
         self._baseline.at = located
         events.reached("publish.baseline.advanced", self.version)
 

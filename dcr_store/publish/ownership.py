@@ -6,6 +6,7 @@ same as its boxes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,6 +26,7 @@ from dcr_store.layout.entry import TensorEntry
 from dcr_store.layout.layout import Layout
 
 FORMAT: Final = "dcr-ownership"
+_DIGEST: Final = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,10 @@ class Ownership:
         fields = Fields.of(canonical.decode_object(data, key, FORMAT), key)
         boxes: dict[str, tuple[Box, ...]] = {}
         for row in fields.objects("tensors"):
-            boxes[row.text("name")] = tuple(_read_box(item) for item in row.objects("boxes"))
+            items = row.objects("boxes")
+            if not items:
+                raise FormatError("names a tensor and nothing of it", key=row.key, expected="boxes", found="none")
+            boxes[row.text("name")] = tuple(_read_box(item) for item in items)
         found = fields.object("ones")
         ones = {space: _read_ones(found.document.get(space), found.key) for space in SPACES}
         return cls(fields.hex("layout", 64), fields.writer(), boxes, ones)
@@ -83,7 +88,10 @@ def owned_box(item: Box) -> Box:
 def _read_box(fields: Fields) -> Box:
     dims = fields.document.get("dims")
     if not isinstance(dims, list) or not all(
-        isinstance(dim, list) and len(dim) == 2 and all(type(item) is int and 1 <= item <= MAX_COUNT for item in dim)
+        isinstance(dim, list)
+        and len(dim) == 2
+        and all(type(item) is int and 1 <= item <= MAX_COUNT for item in dim)
+        and dim[0] > 1
         for dim in dims
     ):
         raise FormatError("field 'dims' is wrong", key=fields.key, expected="pairs of sizes", found=repr(dims)[:80])
@@ -94,10 +102,20 @@ def _read_box(fields: Fields) -> Box:
 
 
 def _read_ones(rows: Any, key: str) -> NDArray[np.uint64]:
-    try:
-        found = np.array([[chunk, int(digest, 16)] for chunk, digest in rows], np.uint64).reshape(-1, 2)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise FormatError("field 'ones' is wrong", key=key, expected="pairs of chunk and digest") from error
+    pairs = rows if isinstance(rows, list) else []
+    if not isinstance(rows, list) or not all(
+        isinstance(pair, list)
+        and len(pair) == 2
+        and type(pair[0]) is int
+        and 0 <= pair[0] <= MAX_COUNT
+        and isinstance(pair[1], str)
+        and _DIGEST.fullmatch(pair[1])
+        for pair in pairs
+    ):
+        raise FormatError(
+            "field 'ones' is wrong", key=key, expected="pairs of chunk and 16 hex digits", found=repr(rows)[:80]
+        )
+    found = np.array([[chunk, int(digest, 16)] for chunk, digest in pairs], np.uint64).reshape(-1, 2)
     if len(found) > 1 and not bool(np.all(found[1:, 0] > found[:-1, 0])):
         raise FormatError("field 'ones' is wrong", key=key, expected="ascending chunks")
     return found

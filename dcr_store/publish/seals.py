@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from dcr_store.payload.version import fetch
 from dcr_store.ports import ObjectStore
 from dcr_store.publish.committing import Sealed
 from dcr_store.publish.ownership import Ownership
+
+_N_LOOKS: Final = 3
 
 
 @dataclass
@@ -35,16 +38,22 @@ class SealWatch:
     keys: TransactionKeys
     writers: Sequence[str]
     _seen: set[str] = field(default_factory=set)
+    _damaged: dict[str, int] = field(default_factory=dict)
     _seals: dict[tuple[str, int], list[tuple[str, bytes, JournalEntry]]] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Read the journal entries that are new."""
+        """Read the journal entries that are new; ``FormatError`` if one stays damaged."""
         for key in sorted(set(self.objects.list(f"{self.keys.prefix}journal/")) - self._seen):
             try:
                 data = self.objects.get(key)
                 entry = JournalEntry.from_bytes(data, key)
-            except (FormatError, NotFoundError):
-                continue  # half of it may be there; whoever wrote it writes it whole, or another one
+            except NotFoundError:
+                continue  # a listing that runs ahead
+            except FormatError:
+                self._damaged[key] = self._damaged.get(key, 0) + 1
+                if self._damaged[key] > _N_LOOKS:  # nobody puts half an entry
+                    raise
+                continue
             self._seen.add(key)
             place = self.keys.journal(entry.writer, entry.incarnation, entry.seq)
             if entry.seal is None or (entry.line, entry.txid, place) != (self.keys.line, self.keys.txid, key):
@@ -96,6 +105,10 @@ class SealWatch:
         objects = [*stored, *described, seal.contributions, *seal.journal, *seal.files, seal.ownership, ref]
         rows = contributions.decode(fetch(self.objects, seal.contributions), seal.contributions.key)
         owned = Ownership.from_bytes(fetch(self.objects, seal.ownership), seal.ownership.key)
+        if owned.writer != entry.writer:
+            raise FormatError(
+                "is the ownership of another writer", key=seal.ownership.key, expected=entry.writer, found=owned.writer
+            )
         found = Sealed(SealRef(entry.writer, entry.incarnation, ref), objects, rows, seal.changed, len(stored))
         return found, owned
 

@@ -8,8 +8,9 @@ training topology, are read from the store: only the chunks that they meet.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from dcr_store import events
 from dcr_store.codec import kernels
 from dcr_store.codec.digest import crc64, linear
 from dcr_store.format.documents import SPACES, ObjectRef
-from dcr_store.layout.dtypes import Bits, uint_dtype, width
+from dcr_store.layout.dtypes import Bits, uint_dtype
 from dcr_store.layout.pieces import Piece
 from dcr_store.publish.ownership import Ownership
 from dcr_store.versions.catalog import Catalog, Located
@@ -89,6 +90,27 @@ class SliceBits:
         self.owned[index] = linear(crc64(chunk), chunk.nbytes)
 
 
+class Change(NamedTuple):
+    """What a transaction changes of a piece.
+
+    Attributes
+    ----------
+    positions : ndarray of uint32, shape (n,)
+        Packed.
+    values : ndarray of uintN, shape (n,)
+        ``base ^ new``.
+    digest : int
+        Of the piece afterwards.
+    mask : int
+        L of the mask in the chunk.
+    """
+
+    positions: NDArray[np.uint32]
+    values: Bits
+    digest: int
+    mask: int
+
+
 @dataclass
 class SliceBaseline:
     """Slices by key, all at one version. Serves one transaction at a time.
@@ -103,6 +125,8 @@ class SliceBaseline:
         Whether the last transaction ended without a version, be it because what a writer has of the base was not that.
     owned : Ownership or None
         What was worked out last about who owns what, whether or not it is stored: it follows from the slices alone.
+    proven : tuple of (str, tuple of str), or None
+        Of the committer: the layout, and the SHA-256 of what all writers own, that were found to fit last.
     """
 
     chunk_elements: int
@@ -110,6 +134,7 @@ class SliceBaseline:
     slices: dict[str, SliceBits] = field(default_factory=dict)
     ownership: tuple[bytes, ObjectRef] | None = None
     owned: Ownership | None = None
+    proven: tuple[str, tuple[str, ...]] | None = None
     is_doubtful: bool = False
     _pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
     _healing: threading.Lock = field(default_factory=threading.Lock)
@@ -133,6 +158,12 @@ class SliceBaseline:
             self._pieces[key] = self.slices[key].pieces if key in self.slices else cut()
         return self._pieces[key]
 
+    def keep(self, keys: Container[str]) -> None:
+        """Forget all slices but these."""
+        for known in (self.slices, self._pieces):
+            for key in [key for key in known if key not in keys]:
+                del known[key]
+
     def read(self, catalog: Catalog, wanted: Mapping[str, Sequence[Piece]]) -> None:
         """Read slices, by key, from the store, at the baseline's version."""
         assert self.at is not None
@@ -155,23 +186,11 @@ class SliceBaseline:
             bits.note(index, self.chunk_elements)
             events.reached("slices.healed", f"{bits.pieces[index].space} {bits.pieces[index].chunk}")
 
-    def change(
-        self, bits: SliceBits, index: int, positions: NDArray[np.uint32], values: Bits, digest: int, mask: int
-    ) -> None:
-        """XOR what a committed transaction changed into a piece.
-
-        Parameters
-        ----------
-        positions : ndarray of uint32, shape (n,)
-            Packed.
-        digest : int
-            That of the piece afterwards.
-        mask : int
-            L of the mask in the chunk.
-        """
-        kernels.engine().xor_at(bits.packed(index), positions, values)
-        bits.digests[index] = digest
-        bits.owned[index] ^= np.uint64(mask)
+    def change(self, bits: SliceBits, index: int, change: Change) -> None:
+        """XOR what a committed transaction changed into a piece."""
+        kernels.engine().xor_at(bits.packed(index), change.positions, change.values)
+        bits.digests[index] = change.digest
+        bits.owned[index] ^= np.uint64(change.mask)
 
 
 class _Gatherer:
@@ -205,8 +224,3 @@ def _read(catalog: Catalog, located: Located, wanted: Sequence[tuple[SliceBits, 
         elsewhere[[chunk for found, chunk in target.wanted if found == space]] = False
         places[space][elsewhere] = path.goal
     replay(catalog.objects, path, target, places)
-
-
-def nbytes_of(pieces: Iterable[Piece]) -> int:
-    """Return the bytes of the elements that pieces hold."""
-    return sum(piece.n_elements * width(piece.space) for piece in pieces)

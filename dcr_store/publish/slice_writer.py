@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from dcr_store.layout.dtypes import Bits, uint_dtype
 from dcr_store.layout.layout import Layout
 from dcr_store.layout.pieces import Piece
 from dcr_store.publish.partitions import PartitionWriter
-from dcr_store.publish.slice_baseline import SliceBits
+from dcr_store.publish.slice_baseline import Change, SliceBits
 from dcr_store.versions.workers import n_workers, scratch, worker_pool
 
 _N_TOGETHER: Final = 4
@@ -73,7 +73,17 @@ class _Chunk:
     """A chunk that still waits for pieces."""
 
     n_elements: int = 0
-    arrays: dict[str, list[bytes]] = field(default_factory=dict)
+    arrays: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What a piece of the baseline changes by: `n` positions and values, or, if None, a mask of the whole piece."""
+
+    n: int | None
+    dtype: np.dtype[Any]
+    digest: int
+    mask: int
 
 
 class SliceWriter:
@@ -106,7 +116,9 @@ class SliceWriter:
         self._chunks: dict[tuple[str, int], _Chunk] = {}
         self._passed: set[tuple[str, int]] = set()
         self._rows: dict[tuple[str, int], list[int]] = {}
-        self.changes: dict[tuple[str, int], tuple[Positions, Bits, int, int]] = {}
+        assert partitions.spool is not None
+        self._spool = partitions.spool  # of what waits: encoded chunks, and what the baseline will change
+        self._changes: dict[tuple[str, int], _Change] = {}
         self._pool = worker_pool("dcr-encode")
         self._waiting: deque[Future[None]] = deque()
         self._taking = threading.Lock()
@@ -199,10 +211,12 @@ class SliceWriter:
         if not self.is_anchor:
             row[2] ^= int(bits.owned[index])
             if len(encoded.positions):
-                self.changes[key, index] = (encoded.positions, encoded.values, encoded.digest, encoded.change)
+                self._changes[key, index] = self._noted(key, index, piece.n_elements, encoded)
         self.n_changed += piece.n_elements if self.is_anchor else len(encoded.positions)
         for kind, data in encoded.arrays.items():
-            chunk.arrays.setdefault(kind, []).append(data)
+            waiting = chunk.arrays.setdefault(kind, [])
+            self._spool.put(_waiting(kind, *place), len(waiting), data)
+            waiting.append(len(waiting))
         whole = int(self._occupied[piece.space][piece.chunk]) if n_announced is None else n_announced
         if chunk.n_elements == whole:
             self._pass_on(*place)
@@ -213,7 +227,8 @@ class SliceWriter:
         per = self.partitions.chunks_per_partition(space)
         n_expected = self._per_partition.get((space, chunk // per), per)
         for kind in ("mask", "value", "present"):
-            parts = done.arrays.get(kind, [])
+            found = (self._spool.get(_waiting(kind, space, chunk), n) for n in done.arrays.get(kind, []))
+            parts = [data for data in found if data is not None]
             if kind != "mask" and not parts and self._expected is None:
                 continue
             self.partitions.add_part(f"{space}/{kind}", chunk, self._joined(space, kind, parts), n_expected)
@@ -228,6 +243,33 @@ class SliceWriter:
             self.codec.apply(data, chunk)
         return self.codec.encode(chunk)
 
+    def _noted(self, key: str, index: int, n_elements: int, encoded: EncodedPiece) -> _Change:
+        """Keep what a piece of the baseline will change by, as it is shorter: by positions, or whole."""
+        n = len(encoded.positions)
+        is_whole = n * (4 + encoded.values.itemsize) >= n_elements * encoded.values.itemsize
+        if is_whole:
+            mask: Bits = np.zeros(n_elements, encoded.values.dtype)
+            mask[encoded.positions] = encoded.values
+            data = mask.tobytes()
+        else:
+            data = encoded.positions.tobytes() + encoded.values.tobytes()
+        self._spool.put(f"change {key}", index, data)
+        return _Change(None if is_whole else n, encoded.values.dtype, encoded.digest, encoded.change)
+
+    def changed(self) -> Iterator[tuple[str, int, Change]]:
+        """Yield what changes in the baseline: key and index of a piece, and how."""
+        for (key, index), change in self._changes.items():
+            data = self._spool.get(f"change {key}", index)
+            assert data is not None
+            if change.n is None:
+                mask: Bits = np.frombuffer(data, change.dtype)
+                positions = np.flatnonzero(mask).astype(np.uint32)
+                yield key, index, Change(positions, mask[positions], change.digest, change.mask)
+            else:
+                positions = np.frombuffer(data, np.uint32, change.n)
+                values: Bits = np.frombuffer(data, change.dtype, change.n, 4 * change.n)
+                yield key, index, Change(positions, values, change.digest, change.mask)
+
     def finish(self) -> dict[str, NDArray[np.uint64]]:
         """Encode what is left; return the contributions, uint64 of shape (n, 4) per space, ascending by chunk."""
         while self._waiting:
@@ -240,9 +282,11 @@ class SliceWriter:
         return {space: np.array(found, np.uint64).reshape(len(found), 4) for space, found in rows.items()}
 
     def close(self) -> None:
-        """Stop the pools."""
+        """Stop the pools and drop what waited."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.partitions.close()
+        self._spool.close()
+        self._changes.clear()
 
 
 def encode_piece(
@@ -330,6 +374,10 @@ def _linear(piece: Piece, places: Positions, values: Bits, chunk_elements: int) 
     digest = linear(crc64(chunk), chunk.nbytes)
     engine.xor_at(chunk, places, values)
     return digest
+
+
+def _waiting(kind: str, space: str, chunk: int) -> str:
+    return f"waiting {space}/{kind} {chunk}"
 
 
 _own: Final = threading.local()

@@ -766,3 +766,113 @@ def test_who_joins_one_of_these_writers_waits_for_a_live_owner(tmp_path: Any) ->
         with pytest.raises(LagError, match="nobody has begun"):
             other.join(writer="b", writers=["b", "a"], timeout_s=0.1)
         assert other.join(writer="b", writers=["a", "b"], timeout_s=5).version == "main@0"
+
+
+# ---------------------------------------------------------------------- what waits, and what is remembered
+
+
+@pytest.mark.parametrize("rate", [0.02, 1.0])
+def test_what_the_baseline_will_change_by_is_never_longer_than_the_slice(tmp_path: Any, rate: float) -> None:
+    shape = (64, 64)
+    bits = np.random.default_rng(0).integers(0, 1 << 16, shape).astype(np.uint16)
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=1024) as store:
+        for turn in range(3):
+            transaction = store.begin(writers=["a"], tensors={"w": ("U16", shape)})
+            transaction.write_slice(bits, slices.whole("w", "U16", shape))
+            transaction.seal()
+            writer = transaction._writer
+            noted = sum(len(writer._spool.get(f"change {key}", index) or b"") for key, index in writer._changes)
+            assert noted <= bits.nbytes
+            assert (noted > 0) == (turn > 0)
+            transaction.commit()
+            assert writer._changes == {}
+            assert writer._spool.places() == []
+            assert store.read("main")["w"].tobytes() == bits.tobytes()
+            where = np.random.default_rng(turn).random(shape) < rate
+            bits = np.where(where, bits ^ np.uint16(1 + turn), bits)
+        assert store.verify(deep=True).ok
+
+
+def test_fragments_that_move_are_not_remembered_for_ever(pair: Any) -> None:
+    store, _ = pair
+    values = np.arange(100, dtype=np.float32)
+    for cut in (10, 20, 30, 40):
+        transaction = store.begin(writers=["a"], tensors={"w": ("F32", (100,))})
+        transaction.write_residual("w", values[:cut])
+        transaction.write_residual("w", values[cut:], cut)
+        transaction.commit()
+    held = store._slice_baselines["main", "a"]
+    assert len(held.slices) == 2
+    assert set(held._pieces) <= set(held.slices)
+
+
+def test_ownership_that_no_version_names_is_not_named_again(tmp_path: Any) -> None:
+    state = random_state(0)
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        first = store.begin(writers=["a", "b"], tensors=SHAPES)
+        twins = [dcr_store.open(store.url).join(writer="b") for _ in range(2)]
+        names = list(SHAPES)
+        for name in names[:5]:
+            first.write_slice(state[name], slices.whole(name, *SHAPES[name]))
+        for twin in twins:
+            for name in names[5:]:
+                twin.write_slice(state[name], slices.whole(name, *SHAPES[name]))
+            twin.seal()
+        first.commit(timeout_s=5)
+        for twin in twins:
+            twin.commit(timeout_s=5)
+        manifest = store._catalog.manifest(store._catalog.resolve("main@0"))
+        counted = next(seal.incarnation for seal in manifest.seals if seal.writer == "b")
+        for twin in twins:
+            known = twin._baseline.ownership
+            assert (known is not None) == (twin._writer.partitions.incarnation == counted)
+
+
+def test_who_owns_what_is_proven_again_only_where_it_changes(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = pair
+    joint = dcr_store.publish.joint
+    proven: list[int] = []
+    real = joint.check_ownership
+    monkeypatch.setattr(joint, "check_ownership", lambda *given: (proven.append(1), real(*given)))
+    state = random_state(0)
+    for n_ranks in (1, 1, 1):
+        publish_jointly([store], state, [maps_of(0, n_ranks)])
+    assert len(proven) == 1
+    transaction = store.begin(writers=["r0"])
+    transaction.write_slice(state["q"], slices.whole("q", *SHAPES["q"]))
+    with pytest.raises(IntegrityError, match="written by nobody"):
+        transaction.commit()
+    transaction.abort()
+
+
+def test_options_that_would_do_nothing_are_refused(pair: Any, tmp_path: Any) -> None:
+    store, _ = pair
+    for option in ({"writer": "a"}, {"tensors": SHAPES}, {"slices": []}, {"aliases": {}}):
+        with pytest.raises(InvalidInputError, match="several writers alone"):
+            store.begin(**option)
+    with pytest.raises(InvalidInputError, match="no baseline directory"):
+        store.begin(writers=["a"], tensors=SHAPES, baseline=tmp_path / "b")
+
+
+def test_a_wrong_name_takes_up_nothing(pair: Any) -> None:
+    """It would resume the open transaction, and then end it."""
+    store, other = pair
+    lost = store.begin(writers=["a", "b"], tensors=SHAPES, owner="run")
+    dcr_store.publish.opening.LIVE.discard(lost.txid)
+    for name in ("c", ""):
+        with pytest.raises(InvalidInputError, match="none of the writers"):
+            other.begin(writers=["a", "b"], tensors=SHAPES, owner="run", writer=name)
+    assert store._catalog.log("main").refresh().open.txid == lost.txid
+    assert store._catalog.log("main").state.open.attempt == 0
+    lost.abort()
+
+
+def test_a_damaged_entry_of_the_journal_is_named(pair: Any) -> None:
+    store, _ = pair
+    transaction = store.begin(writers=["a", "b"], tensors=SHAPES)
+    key = transaction._keys.journal("b", "0" * 16, 0)
+    store._objects.put(key, b'{"format":"dcr-jour')
+    transaction.write_slice(random_state(0)["q"], slices.whole("q", *SHAPES["q"]))
+    with pytest.raises(dcr_store.errors.FormatError, match=key):
+        transaction.commit(timeout_s=20)
+    transaction.abort()
