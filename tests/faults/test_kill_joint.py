@@ -35,7 +35,7 @@ def test_killed_at_every_point_of_a_delta(nursery: Nursery, place: Place, rank: 
     assert rank or "publish.seals.awaited" in points
     assert not rank or "publish.outcome.awaited" in points
     missed, lines = [], [line]
-    for nth, strike in enumerate(strikes(points)[:: every(place, 1 if announced else 4, 12 if announced else 24)]):
+    for nth, strike in enumerate(strikes(points)[:: every(place, 2 if announced else 6, 24 if announced else 48)]):
         if nth % 6 == 5:  # each writer that starts reads all versions since the first
             lines.append(Ranks(nursery, place, f"line-{nth}", announced=announced))
             lines[-1].publish(0)
@@ -53,7 +53,7 @@ def test_killed_at_every_point_of_an_anchor(nursery: Nursery, place: Place, rank
     place.create()
     points = Ranks(nursery, place, "recorded").publish(0)[rank].points
     lines = []
-    for nth, strike in enumerate(strikes(points)[:: every(place, 3, 18)]):
+    for nth, strike in enumerate(strikes(points)[:: every(place, 5, 36)]):
         line = Ranks(nursery, place, f"first-{nth}")
         assert line.killed(0, rank, strike) or strike[1] > 1, strike
         line.publish(1)

@@ -382,7 +382,7 @@ class JointMachine(RuleBasedStateMachine):
 
 TestJoint = JointMachine.TestCase
 TestJoint.settings = settings(
-    max_examples=int(os.environ.get("DCR_EXAMPLES", "20")),
+    max_examples=int(os.environ.get("DCR_EXAMPLES", "10")),
     stateful_step_count=12,
     deadline=None,
     suppress_health_check=list(HealthCheck),
