@@ -21,8 +21,9 @@ import pytest
 
 import dcr_store
 from dcr_store.cli.main import main
-from dcr_store.errors import ConflictError, DcrError, FormatError, IntegrityError, InvalidInputError
+from dcr_store.errors import ConflictError, DcrError, FormatError, IntegrityError, InvalidInputError, StorageError
 from dcr_store.targets.dcp import DcpCheckpoint, is_dcp, open_source
+from dcr_store.targets.dcp_directory import write_dcp
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed"),
@@ -248,6 +249,42 @@ def test_safetensors_go_first_and_other_directories_are_no_folders_of_dcp(tmp_pa
     (folder / "model.safetensors").write_bytes(b"")
     assert not is_dcp(folder)
     assert not is_dcp(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (IntegrityError("is damaged", key="b"), IntegrityError, "b: is damaged"),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+        (OSError(28, "No space left on device"), StorageError, "out: cannot be written: .*No space left"),
+    ],
+)
+def test_an_error_while_a_checkpoint_is_written_is_ours_and_leaves_nothing(
+    tmp_path: Path, error: BaseException, kind: type[BaseException], message: str | None
+) -> None:
+    import torch
+
+    def read(name: str) -> Any:
+        if name == "b":
+            raise error
+        return torch.zeros(3)
+
+    with pytest.raises(kind, match=message):
+        write_dcp(tmp_path / "out", {"a": ("F32", [3]), "b": ("F32", [3])}, read)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_the_disk_refuses_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "finish", full)
+    with pytest.raises(StorageError, match="out: cannot be written: .*No space left on device"):
+        write_dcp(tmp_path / "out", {"a": ("F32", [3])}, lambda name: torch.zeros(3))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("start", [0, 5])
