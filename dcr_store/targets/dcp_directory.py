@@ -78,7 +78,8 @@ def write_dcp(
     planner = _planner(DefaultSavePlanner, read, errors)
     options = {"no_dist": True} if "no_dist" in inspect.signature(save).parameters else {}
     with _in_place_of(directory, force=force) as place:
-        writer = FileSystemWriter(str(place), thread_count=1)
+        # Nothing is copied ahead: with CUDA, that would take the tensors in the order of their sizes.
+        writer = FileSystemWriter(str(place), thread_count=1, per_thread_copy_ahead=0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that nothing is distributed is meant
             try:

@@ -287,6 +287,22 @@ def test_a_checkpoint_that_the_disk_refuses_is_a_storage_error(tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
+def test_tensors_are_asked_for_in_order_where_there_is_cuda_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    asked: list[str] = []
+
+    def read(name: str) -> Any:
+        asked.append(name)
+        return torch.zeros(int(name))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    write_dcp(tmp_path / "out", {str(n): ("F32", [n]) for n in (7, 2, 9, 4)}, read)
+    assert asked == ["7", "2", "9", "4"]
+
+
 @pytest.mark.parametrize("start", [0, 5])
 @pytest.mark.parametrize("step", [1, 2])
 def test_tensors_may_lie_anywhere_in_their_storage(folder: Path, start: int, step: int) -> None:
