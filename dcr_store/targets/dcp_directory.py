@@ -144,7 +144,11 @@ def _in_place_of(directory: Path, *, force: bool) -> Iterator[Path]:
                 # A crash between the two leaves both, the old one under the name of the temporary one.
                 old = place.with_name(place.name + "-old")
                 directory.rename(old)
-                place.rename(directory)
+                try:
+                    place.rename(directory)
+                except BaseException:
+                    _move_back(old, directory)
+                    raise
                 shutil.rmtree(old, ignore_errors=True)
             else:
                 if directory.is_dir():
@@ -154,3 +158,12 @@ def _in_place_of(directory: Path, *, force: bool) -> Iterator[Path]:
             raise StorageError(f"cannot be written: {error.strerror}", key=str(directory)) from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _move_back(old: Path, directory: Path) -> None:
+    try:
+        old.rename(directory)
+    except OSError as error:
+        raise StorageError(
+            f"cannot be written: {error.strerror}; what was there is whole, at {old}: move it back", key=str(directory)
+        ) from error

@@ -303,6 +303,30 @@ def test_tensors_are_asked_for_in_order_where_there_is_cuda_too(
     assert asked == ["7", "2", "9", "4"]
 
 
+@pytest.mark.parametrize("n_failures", [1, 2])
+def test_a_checkpoint_that_cannot_be_replaced_stays(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, n_failures: int
+) -> None:
+    import torch
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    rename, failures = Path.rename, []
+
+    def failing(self: Path, target: Path) -> Path:
+        if target == folder and len(failures) < n_failures:
+            failures.append(self)
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    message = "dcp: cannot be written: Input/output error" + ("" if n_failures == 1 else "; what was there is whole")
+    with pytest.raises(StorageError, match=message):
+        write_dcp(folder, {"a": ("F32", [3])}, lambda name: torch.zeros(3), force=True)
+    (left,) = tmp_path.iterdir()
+    assert (left == folder) == (n_failures == 1)
+    assert {path.name: path.read_bytes() for path in left.iterdir()} == before
+
+
 @pytest.mark.parametrize("start", [0, 5])
 @pytest.mark.parametrize("step", [1, 2])
 def test_tensors_may_lie_anywhere_in_their_storage(folder: Path, start: int, step: int) -> None:
