@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import secrets
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -131,13 +131,12 @@ def _in_place_of(directory: Path, *, force: bool) -> Iterator[Path]:
                 found="a distributed checkpoint" if is_dcp(directory) else "other files",
             )
         directory.parent.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        # Not of tempfile's, whose mode would have to be widened: the process's mask can be read only by changing it.
+        place = directory.with_name(f".{directory.name}-{secrets.token_hex(8)}")
+        place.mkdir(0o777)
     except OSError as error:
         raise StorageError(f"cannot be written: {error.strerror}", key=str(directory)) from error
     try:
-        mask = os.umask(0)
-        os.umask(mask)
-        place.chmod(0o777 & ~mask)
         yield place
         try:
             if is_there:

@@ -327,6 +327,22 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(
     assert {path.name: path.read_bytes() for path in left.iterdir()} == before
 
 
+def test_the_umask_is_followed_and_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def refused(mask: int) -> int:
+        raise AssertionError("another thread may make files meanwhile")
+
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", refused)
+            write_dcp(tmp_path / "out", {"a": ("F32", [3])}, lambda name: torch.zeros(3))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+
+
 @pytest.mark.parametrize("start", [0, 5])
 @pytest.mark.parametrize("step", [1, 2])
 def test_tensors_may_lie_anywhere_in_their_storage(folder: Path, start: int, step: int) -> None:
