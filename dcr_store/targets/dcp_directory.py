@@ -87,7 +87,7 @@ def write_dcp(
             except CheckpointException as error:  # a BaseException: let none of it out
                 cause = _cause(error, errors)
                 if cause is not None:
-                    raise cause  # with the cause that it has itself
+                    raise cause from cause.__cause__
                 told = str(errors[0]) if errors else str(error).strip().splitlines()[-1]
                 raise StorageError(f"cannot be written: {told}", key=str(directory)) from error
         return sum(path.stat().st_size for path in place.iterdir())

@@ -282,7 +282,7 @@ def test_a_checkpoint_that_the_disk_refuses_is_a_storage_error(tmp_path: Path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(FileSystemWriter, "finish", full)
-    with pytest.raises(StorageError, match="out: cannot be written: .*No space left on device"):
+    with pytest.raises(StorageError, match=r"out: cannot be written: .*No space left on device"):
         write_dcp(tmp_path / "out", {"a": ("F32", [3])}, lambda name: torch.zeros(3))
     assert list(tmp_path.iterdir()) == []
 
@@ -371,6 +371,42 @@ class Evil:
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("/tmp/dcr-store-was-here",)
+
+
+def given_fields(call: bytes, fields: bytes) -> bytes:
+    """Return a pickle that makes something and sets its fields (BUILD)."""
+    return b"\x80\x02" + call + fields + b"b."
+
+
+FIELDS = b"}X\x05\x00\x00\x00wrongI1\ns"
+SLOTS = b"N" + FIELDS + b"\x86"
+REBUILT = b"ctorch._utils\n_rebuild_tensor_v2\n((X\x01\x00\x00\x000NtI0\n(I3\nt(I1\nttR"
+
+
+@pytest.mark.parametrize("fields", [FIELDS, SLOTS])
+def test_a_pickle_cannot_change_what_it_may_call(fields: bytes) -> None:
+    from dcr_store.targets import dcp_pickle
+
+    for known, read in (
+        (dcp_pickle._METADATA, dcp_pickle.read_metadata),
+        (dcp_pickle._TENSORS, dcp_pickle.read_tensor),
+    ):
+        for (module, name), item in known.items():
+            with pytest.raises(FormatError):
+                read(given_fields(f"c{module}\n{name}\n".encode(), fields), "p")
+            assert not hasattr(item, "wrong")
+            assert not hasattr(getattr(item, "_function", None), "wrong")
+            assert isinstance(item, type | str | dcp_pickle._Call), name
+
+
+@pytest.mark.parametrize("fields", [b"I-9\n(I3\nt(I1\nt", b"I0\n(I3\nt(I-1\nt", b"I0\n(I3\nt(t", b"NNN"])
+def test_a_pickle_cannot_change_a_tensor_that_was_found_sound(fields: bytes) -> None:
+    from dcr_store.targets.dcp_pickle import read_tensor
+
+    assert read_tensor(b"\x80\x02" + REBUILT + b".", "p").shape == (3,)
+    state = b"(X\x01\x00\x00\x000X\x03\x00\x00\x00F32" + fields + b"l"
+    with pytest.raises(FormatError, match="p: holds a tensor whose shape is none"):
+        read_tensor(given_fields(REBUILT, state), "p")
 
 
 def edited(folder: Path, change: Any) -> None:
