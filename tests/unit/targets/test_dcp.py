@@ -244,6 +244,54 @@ def test_files_that_change_while_they_are_read_are_noticed(folder: Path) -> None
         checkpoint.bits("step")
 
 
+@pytest.mark.parametrize("nbytes", [0, 100, 5000])
+@pytest.mark.parametrize("was_read", [True, False])
+def test_a_file_that_is_cut_short_while_it_is_read_ends_nothing_but_the_read(
+    folder: Path, nbytes: int, was_read: bool
+) -> None:
+    """By a mapping, the process would end."""
+    with open_source(folder) as checkpoint:
+        for name in checkpoint.tensors if was_read else ():
+            checkpoint.bits(name)
+        os.truncate(folder / "__0_0.distcp", nbytes)
+        with pytest.raises(IntegrityError, match=r"distcp: was changed while it was being read"):
+            [checkpoint.bits(name) for name in checkpoint.tensors]
+
+
+def test_an_empty_file_is_refused_by_name(store: Any, folder: Path) -> None:
+    (folder / "none.distcp").write_bytes(b"")
+
+    def change(metadata: Any) -> None:
+        info = first(metadata)
+        info.relative_path, info.offset, info.length = "none.distcp", 0, 0
+
+    edited(folder, change)
+    with pytest.raises(FormatError, match=r"half \(none.distcp at 0\): is not what torch.save writes"):
+        publish(store, folder)
+
+
+def test_files_are_closed(folder: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with open_source(folder) as checkpoint:
+            checkpoint.bits("half")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("start", [0, 1, 17, 358])
+@pytest.mark.parametrize("stop", [2, 18, 359, 360])
+def test_any_range_may_be_read(folder: Path, start: int, stop: int) -> None:
+    tensors = dict(flat(state()))
+    with open_source(folder) as checkpoint:
+        for name in ("layers.0.weight", "layers.0.t"):
+            whole = checkpoint.bits(name)
+            assert whole.tobytes() == bits_of(tensors[name])
+            last = min(stop, len(whole))
+            out = np.empty(max(last - start, 0), whole.dtype)
+            checkpoint.read_into(name, min(start, last), last, out)
+            assert out.tobytes() == whole[start:last].tobytes()
+
+
 def test_safetensors_go_first_and_other_directories_are_no_folders_of_dcp(tmp_path: Path, folder: Path) -> None:
     assert is_dcp(folder)
     (folder / "model.safetensors").write_bytes(b"")
