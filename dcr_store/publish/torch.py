@@ -14,10 +14,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from dcr_store.errors import FencedError, InvalidInputError, LagError
+from dcr_store.errors import DcrError, FencedError, InvalidInputError, LagError
 from dcr_store.layout.affine_map import AffineMap
 from dcr_store.layout.dtypes import dtype as dtype_row
-from dcr_store.layout.from_dtensor import map_of_dtensor, replicas_of_dtensor
+from dcr_store.layout.from_dtensor import _is_dtensor, _local, map_of_dtensor, replicas_of_dtensor
 from dcr_store.layout.layout import Layout
 from dcr_store.layout.placements import Maker
 from dcr_store.layout.tensors import memory_key, name_of_torch_dtype
@@ -133,7 +133,7 @@ def publish_module(
         )
         found = _write(transaction, plan, ranks[place], timeout_s)
     else:
-        transaction = store.join(txid, **common, writers=names, timeout_s=timeout_s)
+        transaction = _joined(store, txid, common, names, timeout_s)
         try:
             found = _write(transaction, plan, ranks[place], timeout_s)
         except FencedError as error:
@@ -142,7 +142,7 @@ def publish_module(
             # It was one that an earlier run had left open, and the first rank has just begun another one.
             left_s = _GRACE_S if deadline is None else min(_GRACE_S, max(deadline - time.monotonic(), 0))
             try:
-                transaction = store.join(None, **common, writers=names, timeout_s=left_s)
+                transaction = _joined(store, None, common, names, left_s)
             except LagError:
                 raise error from None
             found = _write(transaction, plan, ranks[place], timeout_s)
@@ -152,6 +152,27 @@ def publish_module(
 
 _known: Final[weakref.WeakKeyDictionary[Publisher, set[tuple[str, str]]]] = weakref.WeakKeyDictionary()
 """The lines and names under which a store has published here: from then on, no run before this one can be met."""
+
+
+def _joined(
+    store: Publisher, txid: str | None, common: Mapping[str, Any], names: Sequence[str], timeout_s: float | None
+) -> SliceTransaction:
+    """Join; where that fails although the transaction is there, end it for all ranks, as an error later would."""
+    try:
+        found: SliceTransaction = store.join(txid, **common, writers=names, timeout_s=timeout_s)
+    except (LagError, FencedError):  # there is none
+        raise
+    except BaseException as error:
+        try:
+            # Without slices: with them it has failed. Of one that was not begun yet nobody waits for this rank.
+            left = store.join(txid, line=common["line"], writer=common["writer"], writers=names, timeout_s=0)
+            left.abort(f"writer {common['writer']} could not join: {type(error).__name__}: {error}"[:500])
+        except (LagError, FencedError):
+            pass
+        except DcrError as second:
+            error.add_note(f"the transaction could not be aborted either: {second}")
+        raise
+    return found
 
 
 def _write(transaction: SliceTransaction, plan: _Plan, rank: int, timeout_s: float | None) -> VersionInfo:
@@ -199,7 +220,7 @@ class _Item:
 
     def local(self) -> Any:
         """Return this rank's values."""
-        local = _local(self.tensor)
+        local = _local(self.tensor) if _is_dtensor(self.tensor) else self.tensor.detach()
         return local if self.dtype is None else local.to(self.dtype)
 
 
@@ -350,17 +371,6 @@ def _item(
     memory = memory_key(_local(tensor))
     tie = None if memory is None else (memory, tuple(tensor.shape), str(tensor.placements), id(tensor.device_mesh))
     return _Item(name, tensor, mapped, held.ranks, tie, cast)
-
-
-def _is_dtensor(tensor: Any) -> bool:
-    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
-
-
-def _local(tensor: Any) -> Any:
-    import torch
-
-    with torch.no_grad():
-        return tensor.to_local() if _is_dtensor(tensor) else tensor.detach()
 
 
 # ---------------------------------------------------------------------- who publishes

@@ -1,16 +1,17 @@
 """A torch distributed checkpoint (DCP) on disk, to be read as a checkpoint: a folder with ``.metadata`` and its files.
 
-However it was sharded, its tensors are read in canonical order, by mapped files: nothing is loaded whole. torch is not
-needed, and nothing of the checkpoint is executed. Entries that are no tensors are left out, and said so. Refuses
-folders in which something is missing, cut short, overlapping or of another kind; compressed entries; packed dtypes.
+However it was sharded, its tensors are read in canonical order, range by range: nothing is loaded whole, and nothing is
+mapped. torch is not needed, and nothing of the checkpoint is executed. Entries that are no tensors are left out, and
+said so. Refuses folders in which something is missing, cut short, overlapping or of another kind; compressed entries;
+packed dtypes.
 """
 
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import threading
+import weakref
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -31,12 +32,14 @@ from dcr_store.layout.tensors import torch_dtypes
 from dcr_store.targets.checkpoint import Checkpoint, CheckpointFile, open_checkpoint
 from dcr_store.targets.checkpoint_listing import SUFFIX, LeftOut
 from dcr_store.targets.dcp_pickle import StoredTensor, read_metadata, read_tensor
+from dcr_store.targets.file_bytes import read_exactly
 from dcr_store.targets.paths import check_path, local_path
 from dcr_store.targets.safetensors_file import FileTensor, Header
 
 METADATA: Final = ".metadata"
-_N_MAPPED: Final = 64
+_N_OPEN: Final = 64
 _MAX_METADATA_NBYTES: Final = 1 << 30
+_ZIP_HEADER_NBYTES: Final = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,9 @@ class DcpCheckpoint(Checkpoint):
         super().__init__(root, ())
         place = root / METADATA
         self._identities: dict[str, tuple[int, int, int, int]] = {}
-        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._files: OrderedDict[str, _File] = OrderedDict()
         self._lock = threading.Lock()
-        self._views: dict[tuple[str, int], tuple[StoredTensor, int, int]] = {}
+        self._found: dict[tuple[str, int], tuple[StoredTensor, int, int]] = {}
         self._copied: tuple[tuple[str, int], Bits] | None = None
         self._closed = False
         try:
@@ -165,58 +168,53 @@ class DcpCheckpoint(Checkpoint):
             parts = [part for item in chunk.boxes for part in clipped(item, start, stop)]
             if not parts:
                 continue
-            local = self._local(chunk)
+            first = min(part.here for part in parts)
+            local = self._local(chunk, first, max(part.here_stop for part in parts))
             for part in parts:
                 sizes = [dim.n for dim in part.dims]
                 to = [dim.there * out.itemsize for dim in part.dims]
                 source = [dim.here * local.itemsize for dim in part.dims]
                 np.copyto(
                     np.lib.stride_tricks.as_strided(out[part.there - start :], sizes, to),
-                    np.lib.stride_tricks.as_strided(local[part.here :], sizes, source),
+                    np.lib.stride_tricks.as_strided(local[part.here - first :], sizes, source),
                 )
 
-    def _local(self, chunk: _Chunk) -> Bits:
-        """Return a chunk's elements, flat in C order: the mapped file's, or a copy where they lie otherwise there."""
+    def _local(self, chunk: _Chunk, start: int, stop: int) -> Bits:
+        """Return elements ``[start, stop)`` of a chunk, in C order."""
         key = chunk.path, chunk.offset
         with self._lock:
             copied = self._copied
-            found = self._views.get(key)
-            if copied is not None and copied[0] == key:
-                return copied[1]
-        octets = memoryview(self._mapped(chunk.path))[chunk.offset : chunk.offset + chunk.nbytes]
+            found = self._found.get(key)
+        if copied is not None and copied[0] == key:
+            return copied[1][start:stop]
+        part = _Part(self._file(chunk.path), chunk.offset, chunk.nbytes)
         if found is None:
-            found = _parsed(chunk, octets)
+            found = _parsed(chunk, part)
             with self._lock:
-                self._views[key] = found
+                self._found[key] = found
         stored, first, n_octets = found
         row = DTYPES[chunk.dtype]
         uint, per = uint_dtype(row.space), row.elements_per_value
-        flat: Bits = np.frombuffer(octets[first : first + n_octets], uint)[stored.offset * per :]
+        first += stored.offset * per * uint.itemsize
         if _is_contiguous(stored):
-            return flat[: n_elements(row, stored.shape)]
+            return part.elements(first + start * uint.itemsize, stop - start, uint)
+        # They lie otherwise in the file: all of them are read, and kept until another chunk's are.
+        flat = part.elements(first, n_octets // uint.itemsize - stored.offset * per, uint)
         sizes = (*stored.shape, per)
         strides = [stride * per * uint.itemsize for stride in stored.strides] + [uint.itemsize]
         bits = np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, sizes, strides)).reshape(-1)
         with self._lock:
             self._copied = key, bits
-        return bits
+        return bits[start:stop]
 
-    def _mapped(self, path: str) -> mmap.mmap:
+    def _file(self, path: str) -> _File:
         with self._lock:
             if self._closed:
                 raise InvalidInputError("the checkpoint is closed; open it again", key=str(self.root))
-            found = self._maps.pop(path, None)
-            if found is None:
-                try:
-                    with (self.root / path).open("rb") as file:
-                        if _identity(os.fstat(file.fileno())) != self._identities[path]:
-                            raise _changed(self.root / path)
-                        found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                except OSError as error:
-                    raise StorageError(f"cannot be read: {error.strerror}", key=str(self.root / path)) from error
-            self._maps[path] = found
-            while len(self._maps) > _N_MAPPED:
-                self._maps.popitem(last=False)  # unmapped when its last view goes
+            found = self._files.pop(path, None) or _File(self.root / path, self._identities[path])
+            self._files[path] = found
+            while len(self._files) > _N_OPEN:
+                self._files.popitem(last=False)  # closed when its last reader is done
             return found
 
     def read_side_file(self, path: str) -> bytes:
@@ -243,7 +241,7 @@ class DcpCheckpoint(Checkpoint):
         """Let go of all files."""
         self._closed = True
         self._copied = None
-        self._maps.clear()
+        self._files.clear()
 
 
 def is_dcp(directory: Path) -> bool:
@@ -301,16 +299,17 @@ def _is_contiguous(stored: StoredTensor) -> bool:
     return True
 
 
-def _parsed(chunk: _Chunk, octets: memoryview) -> tuple[StoredTensor, int, int]:
-    """Return what was saved of a chunk, and where the bytes of its storage are in `octets`."""
+def _parsed(chunk: _Chunk, part: _Part) -> tuple[StoredTensor, int, int]:
+    """Return what was saved of a chunk, and where the bytes of its storage are in `part`."""
     key = f"{chunk.name} ({chunk.key})"
     try:
-        with zipfile.ZipFile(_Window(octets)) as archive:
+        with zipfile.ZipFile(_Window(part)) as archive:
             by_name = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             stored = read_tensor(archive.read(by_name["data.pkl"]), key)
             if "byteorder" in by_name and archive.read(by_name["byteorder"]) != b"little":
                 raise FormatError("is big-endian; save it on a little-endian machine", key=key)
             info = by_name[f"data/{stored.storage}"]
+        header = part.read(info.header_offset, _ZIP_HEADER_NBYTES)
     except (zipfile.BadZipFile, KeyError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
         raise FormatError(
             "is not what torch.save writes; save the checkpoint again, with DCP's FileSystemWriter",
@@ -320,10 +319,8 @@ def _parsed(chunk: _Chunk, octets: memoryview) -> tuple[StoredTensor, int, int]:
         ) from error
     if info.compress_type != zipfile.ZIP_STORED:
         raise FormatError("is compressed; save the checkpoint again without", key=key)
-    header = info.header_offset
-    names = int.from_bytes(octets[header + 26 : header + 28], "little")
-    extra = int.from_bytes(octets[header + 28 : header + 30], "little")
-    first = header + 30 + names + extra
+    n_name, n_extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+    first = info.header_offset + _ZIP_HEADER_NBYTES + n_name + n_extra
     dtype = torch_dtypes().get(stored.dtype, stored.dtype)
     row = DTYPES[chunk.dtype]
     if (dtype, stored.shape) != (chunk.dtype, chunk.shape):
@@ -335,21 +332,66 @@ def _parsed(chunk: _Chunk, octets: memoryview) -> tuple[StoredTensor, int, int]:
         )
     last = stored.offset + sum((n - 1) * stride for n, stride in zip(stored.shape, stored.strides, strict=True)) + 1
     n_octets = last * row.elements_per_value * row.width
-    if n_octets > info.file_size or first + n_octets > len(octets):
+    if n_octets > info.file_size or first + n_octets > part.nbytes:
         raise FormatError(
             "is cut short; copy the checkpoint again",
             key=key,
             expected=f"{n_octets} bytes or more",
-            found=f"{min(info.file_size, max(len(octets) - first, 0))}",
+            found=f"{min(info.file_size, max(part.nbytes - first, 0))}",
         )
     return stored, first, n_octets
 
 
-class _Window(io.RawIOBase):
-    """Bytes as a file."""
+class _File:
+    """A file of the checkpoint, open until nobody holds it: the one that was there when the checkpoint was opened."""
 
-    def __init__(self, octets: memoryview) -> None:
-        self._octets, self._at = octets, 0
+    def __init__(self, path: Path, identity: tuple[int, int, int, int]) -> None:
+        self._path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError(f"cannot be read: {error.strerror}", key=str(path)) from error
+        weakref.finalize(self, os.close, self._fd)
+        if _identity(os.fstat(self._fd)) != identity:
+            raise _changed(path)
+
+    def read(self, offset: int, out: memoryview) -> None:
+        try:
+            read_exactly(self._fd, offset, [out], str(self._path))
+        except IntegrityError as error:  # it was as long as that when the checkpoint was opened
+            raise _changed(self._path) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a file holds of one chunk."""
+
+    file: _File
+    offset: int
+    nbytes: int
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Read bytes from `start` on; ``OSError`` if the part has not as many."""
+        if not 0 <= start <= self.nbytes - len(out):
+            raise OSError(f"bytes {start} to {start + len(out)} are outside")
+        self.file.read(self.offset + start, out)
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        out = bytearray(nbytes)
+        self.read_into(start, memoryview(out))
+        return bytes(out)
+
+    def elements(self, start: int, n: int, uint: np.dtype[Any]) -> Bits:
+        out: Bits = np.empty(n, uint)
+        self.read_into(start, out.view(np.uint8).data)
+        return out
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, part: _Part) -> None:
+        self._part, self._at = part, 0
 
     def readable(self) -> bool:
         return True
@@ -361,14 +403,14 @@ class _Window(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._octets)}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._part.nbytes}[whence]
         if base + offset < 0:
             raise OSError("before the first byte")
         self._at = base + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        found = self._octets[self._at : self._at + len(buffer)]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        n = max(min(len(buffer), self._part.nbytes - self._at), 0)
+        self._part.read_into(min(self._at, self._part.nbytes), memoryview(buffer)[:n])
+        self._at += n
+        return n

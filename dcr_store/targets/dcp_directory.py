@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import secrets
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dcr_store.errors import ConflictError, InvalidInputError, StorageError
+from dcr_store.errors import ConflictError, DcrError, InvalidInputError, StorageError
 from dcr_store.layout.dtypes import DTYPES
 from dcr_store.layout.tensors import torch_dtypes
 from dcr_store.targets.dcp import is_dcp
@@ -47,9 +47,14 @@ def write_dcp(
         If torch is missing, or has no such dtype.
     ConflictError
         If something else is there.
+    StorageError
+        If it cannot be written.
+
+    What `read` raises of ``DcrError``, and what is no ``Exception``, comes as it is.
     """
     try:
         import torch
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
@@ -69,22 +74,43 @@ def write_dcp(
                 found=dtype,
             )
         blank[name] = torch.empty(tuple(shape), dtype=found, device="meta")
-    planner = _planner(DefaultSavePlanner, read)
+    errors: list[BaseException] = []
+    planner = _planner(DefaultSavePlanner, read, errors)
     options = {"no_dist": True} if "no_dist" in inspect.signature(save).parameters else {}
     with _in_place_of(directory, force=force) as place:
-        writer = FileSystemWriter(str(place), thread_count=1)
+        # Nothing is copied ahead: with CUDA, that would take the tensors in the order of their sizes.
+        writer = FileSystemWriter(str(place), thread_count=1, per_thread_copy_ahead=0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that nothing is distributed is meant
-            save(blank, storage_writer=writer, planner=planner, **options)
+            try:
+                save(blank, storage_writer=writer, planner=planner, **options)
+            except CheckpointException as error:  # a BaseException: let none of it out
+                cause = _cause(error, errors)
+                if cause is not None:
+                    raise cause from cause.__cause__
+                told = str(errors[0]) if errors else str(error).strip().splitlines()[-1]
+                raise StorageError(f"cannot be written: {told}", key=str(directory)) from error
         return sum(path.stat().st_size for path in place.iterdir())
 
 
-def _planner(base: Any, read: Callable[[str], Any]) -> Any:
+def _cause(error: Any, errors: Sequence[BaseException]) -> BaseException | None:
+    """Return what was raised before torch's error, if it is to come out as it is."""
+    for cause in (*errors, *(cause for cause, _ in error.failures.values())):
+        if isinstance(cause, DcrError) or not isinstance(cause, Exception):  # such as KeyboardInterrupt
+            return cause
+    return None
+
+
+def _planner(base: Any, read: Callable[[str], Any], errors: list[BaseException]) -> Any:
     class Planner(base):  # type: ignore[misc]
         """Takes each tensor when it is written."""
 
         def resolve_data(self, write_item: Any) -> Any:
-            return read(write_item.index.fqn)
+            try:
+                return read(write_item.index.fqn)
+            except BaseException as error:
+                errors.append(error)
+                raise
 
     return Planner()
 
@@ -105,20 +131,23 @@ def _in_place_of(directory: Path, *, force: bool) -> Iterator[Path]:
                 found="a distributed checkpoint" if is_dcp(directory) else "other files",
             )
         directory.parent.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        # Not of tempfile's, whose mode would have to be widened: the process's mask can be read only by changing it.
+        place = directory.with_name(f".{directory.name}-{secrets.token_hex(8)}")
+        place.mkdir(0o777)
     except OSError as error:
         raise StorageError(f"cannot be written: {error.strerror}", key=str(directory)) from error
     try:
-        mask = os.umask(0)
-        os.umask(mask)
-        place.chmod(0o777 & ~mask)
         yield place
         try:
             if is_there:
                 # A crash between the two leaves both, the old one under the name of the temporary one.
                 old = place.with_name(place.name + "-old")
                 directory.rename(old)
-                place.rename(directory)
+                try:
+                    place.rename(directory)
+                except BaseException:
+                    _move_back(old, directory)
+                    raise
                 shutil.rmtree(old, ignore_errors=True)
             else:
                 if directory.is_dir():
@@ -128,3 +157,12 @@ def _in_place_of(directory: Path, *, force: bool) -> Iterator[Path]:
             raise StorageError(f"cannot be written: {error.strerror}", key=str(directory)) from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _move_back(old: Path, directory: Path) -> None:
+    try:
+        old.rename(directory)
+    except OSError as error:
+        raise StorageError(
+            f"cannot be written: {error.strerror}; what was there is whole, at {old}: move it back", key=str(directory)
+        ) from error

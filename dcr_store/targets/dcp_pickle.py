@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -88,14 +88,32 @@ class StoredTensor:
     strides: tuple[int, ...]
 
 
+class _Call:
+    """A function that a pickle may call, and do nothing else with: of a function itself, it could change the fields."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __setstate__(self, state: object) -> None:
+        raise pickle.UnpicklingError("a function is given fields")
+
+
+@_Call
 def _get_layout(name: str) -> str:
     return name
 
 
+@_Call
 def _path(*parts: str) -> str:
     return "/".join(parts)
 
 
+@_Call
 def _number(value: int) -> int:
     return value
 
@@ -127,6 +145,7 @@ _METADATA: Final[dict[tuple[str, str], Any]] = _dtypes() | {
 }
 
 
+@_Call
 def _rebuild_v2(
     storage: tuple[str, str | None],
     offset: int,
@@ -136,9 +155,10 @@ def _rebuild_v2(
     hooks: object = None,
     views: object = None,
 ) -> StoredTensor:
-    return _rebuild_v3(storage, offset, shape, strides, requires_grad, hooks, storage[1], views)
+    return _stored(storage, offset, shape, strides, storage[1], views)
 
 
+@_Call
 def _rebuild_v3(
     storage: tuple[str, str | None],
     offset: int,
@@ -149,18 +169,36 @@ def _rebuild_v3(
     dtype: object,
     views: object = None,
 ) -> StoredTensor:
-    numbers = (offset, *shape, *strides)
-    if not all(type(number) is int and number >= 0 for number in numbers) or len(shape) != len(strides):
-        raise pickle.UnpicklingError("a tensor's shape is none")
+    return _stored(storage, offset, shape, strides, dtype, views)
+
+
+def _stored(
+    storage: tuple[str, str | None],
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: object,
+    views: object,
+) -> StoredTensor:
     if views:
         raise pickle.UnpicklingError("a lazily conjugated or negated tensor, or one of a class of its own")
     return StoredTensor(storage[0], str(dtype), offset, tuple(shape), tuple(strides))
 
 
+def _is_sound(tensor: StoredTensor) -> bool:
+    """Return whether the numbers can be those of a tensor; asked last, since a pickle can change what it has made."""
+    if not all(type(item) is tuple for item in (tensor.shape, tensor.strides)):
+        return False
+    numbers = (tensor.offset, *tensor.shape, *tensor.strides)
+    return all(type(number) is int and number >= 0 for number in numbers) and len(tensor.shape) == len(tensor.strides)
+
+
+@_Call
 def _rebuild_parameter(data: StoredTensor, requires_grad: object = None, hooks: object = None) -> StoredTensor:
     return data
 
 
+@_Call
 def _no_hooks(*nothing: object) -> dict[str, object]:
     if nothing:
         raise pickle.UnpicklingError("a tensor has hooks")
@@ -226,6 +264,8 @@ def read_tensor(data: bytes, key: str) -> StoredTensor:
     found = _load(data, _TENSORS, key)
     if not isinstance(found, StoredTensor):
         raise FormatError("holds no tensor", key=key, expected="a dense tensor", found=type(found).__name__)
+    if not _is_sound(found):
+        raise FormatError("holds a tensor whose shape is none", key=key, expected="numbers", found=shown(str(found)))
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import dcr_store
-from dcr_store.errors import FencedError, InvalidInputError, LagError
+from dcr_store.errors import FencedError, InvalidInputError, LagError, StorageError
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 
@@ -282,6 +282,57 @@ def test_ranks_that_disagree_about_a_tensor_end_it(store: Any) -> None:
     with dcr_store.open(store.url) as other:
         assert other.log() == []
         assert other._catalog.log("main").refresh().open is None
+
+
+class FailsToJoin:
+    """A store whose first `n_failures` joins fail when the transaction was found; as when a read of it fails."""
+
+    def __init__(self, store: Any, n_failures: int) -> None:
+        self._store, self._n_failures = store, n_failures
+        self.begin = store.begin
+
+    def join(self, txid: str | None, **options: Any) -> Any:
+        def fails(layout: Any) -> Any:
+            raise StorageError("cannot be read", key="layout")
+
+        if self._n_failures:
+            self._n_failures -= 1
+            options["slices"] = fails
+        return self._store.join(txid, **options)
+
+
+@pytest.mark.parametrize("is_handed_over", [False, True])
+def test_a_rank_that_cannot_join_ends_it_for_all(store: Any, is_handed_over: bool) -> None:
+    from torch import nn
+
+    from dcr_store.publish.torch import publish_module
+
+    module = nn.Linear(4, 4, bias=False)
+    begun = store.begin(writers=["a", "b"], tensors={"weight": ("F32", (4, 4))}) if is_handed_over else None
+    options: dict[str, Any] = {"writers": ["a", "b"], "timeout_s": 60, "txid": begun and begun.txid}
+    start = time.monotonic()
+    with ThreadPoolExecutor(1) as pool, dcr_store.open(store.url) as other, dcr_store.open(store.url) as third:
+        answer = pool.submit(publish_module, other, module, rank=0, **options)
+        with pytest.raises(StorageError, match="layout: cannot be read") as caught:
+            publish_module(FailsToJoin(third, 1), module, rank=1, **options)
+        with pytest.raises(FencedError):
+            answer.result(timeout=50)
+    assert time.monotonic() - start < 30
+    assert not hasattr(caught.value, "__notes__")
+    assert store._catalog.log("main").refresh().open is None
+    assert store.log() == []
+
+
+def test_a_rank_that_cannot_join_to_abort_either_says_so(store: Any) -> None:
+    from torch import nn
+
+    from dcr_store.publish.torch import publish_module
+
+    begun = store.begin(writers=["a", "b"], tensors={"weight": ("F32", (4, 4))})
+    with pytest.raises(InvalidInputError, match="was begun for other writers") as caught:
+        publish_module(store, nn.Linear(4, 4, bias=False), writers=["c"], rank=0, txid=begun.txid, timeout_s=1)
+    assert "could not be aborted either" in caught.value.__notes__[0]
+    begun.abort()
 
 
 def test_a_transaction_that_another_run_left_open_is_no_trap_for_the_first_publish(store: Any) -> None:

@@ -21,8 +21,9 @@ import pytest
 
 import dcr_store
 from dcr_store.cli.main import main
-from dcr_store.errors import ConflictError, DcrError, FormatError, IntegrityError, InvalidInputError
+from dcr_store.errors import ConflictError, DcrError, FormatError, IntegrityError, InvalidInputError, StorageError
 from dcr_store.targets.dcp import DcpCheckpoint, is_dcp, open_source
+from dcr_store.targets.dcp_directory import write_dcp
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed"),
@@ -243,11 +244,151 @@ def test_files_that_change_while_they_are_read_are_noticed(folder: Path) -> None
         checkpoint.bits("step")
 
 
+@pytest.mark.parametrize("nbytes", [0, 100, 5000])
+@pytest.mark.parametrize("was_read", [True, False])
+def test_a_file_that_is_cut_short_while_it_is_read_ends_nothing_but_the_read(
+    folder: Path, nbytes: int, was_read: bool
+) -> None:
+    """By a mapping, the process would end."""
+    with open_source(folder) as checkpoint:
+        for name in checkpoint.tensors if was_read else ():
+            checkpoint.bits(name)
+        os.truncate(folder / "__0_0.distcp", nbytes)
+        with pytest.raises(IntegrityError, match=r"distcp: was changed while it was being read"):
+            [checkpoint.bits(name) for name in checkpoint.tensors]
+
+
+def test_an_empty_file_is_refused_by_name(store: Any, folder: Path) -> None:
+    (folder / "none.distcp").write_bytes(b"")
+
+    def change(metadata: Any) -> None:
+        info = first(metadata)
+        info.relative_path, info.offset, info.length = "none.distcp", 0, 0
+
+    edited(folder, change)
+    with pytest.raises(FormatError, match=r"half \(none.distcp at 0\): is not what torch.save writes"):
+        publish(store, folder)
+
+
+def test_files_are_closed(folder: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with open_source(folder) as checkpoint:
+            checkpoint.bits("half")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("start", [0, 1, 17, 358])
+@pytest.mark.parametrize("stop", [2, 18, 359, 360])
+def test_any_range_may_be_read(folder: Path, start: int, stop: int) -> None:
+    tensors = dict(flat(state()))
+    with open_source(folder) as checkpoint:
+        for name in ("layers.0.weight", "layers.0.t"):
+            whole = checkpoint.bits(name)
+            assert whole.tobytes() == bits_of(tensors[name])
+            last = min(stop, len(whole))
+            out = np.empty(max(last - start, 0), whole.dtype)
+            checkpoint.read_into(name, min(start, last), last, out)
+            assert out.tobytes() == whole[start:last].tobytes()
+
+
 def test_safetensors_go_first_and_other_directories_are_no_folders_of_dcp(tmp_path: Path, folder: Path) -> None:
     assert is_dcp(folder)
     (folder / "model.safetensors").write_bytes(b"")
     assert not is_dcp(folder)
     assert not is_dcp(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (IntegrityError("is damaged", key="b"), IntegrityError, "b: is damaged"),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+        (OSError(28, "No space left on device"), StorageError, "out: cannot be written: .*No space left"),
+    ],
+)
+def test_an_error_while_a_checkpoint_is_written_is_ours_and_leaves_nothing(
+    tmp_path: Path, error: BaseException, kind: type[BaseException], message: str | None
+) -> None:
+    import torch
+
+    def read(name: str) -> Any:
+        if name == "b":
+            raise error
+        return torch.zeros(3)
+
+    with pytest.raises(kind, match=message):
+        write_dcp(tmp_path / "out", {"a": ("F32", [3]), "b": ("F32", [3])}, read)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_the_disk_refuses_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "finish", full)
+    with pytest.raises(StorageError, match=r"out: cannot be written: .*No space left on device"):
+        write_dcp(tmp_path / "out", {"a": ("F32", [3])}, lambda name: torch.zeros(3))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_are_asked_for_in_order_where_there_is_cuda_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    asked: list[str] = []
+
+    def read(name: str) -> Any:
+        asked.append(name)
+        return torch.zeros(int(name))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    write_dcp(tmp_path / "out", {str(n): ("F32", [n]) for n in (7, 2, 9, 4)}, read)
+    assert asked == ["7", "2", "9", "4"]
+
+
+@pytest.mark.parametrize("n_failures", [1, 2])
+def test_a_checkpoint_that_cannot_be_replaced_stays(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, n_failures: int
+) -> None:
+    import torch
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    rename, failures = Path.rename, []
+
+    def failing(self: Path, target: Path) -> Path:
+        if target == folder and len(failures) < n_failures:
+            failures.append(self)
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    message = "dcp: cannot be written: Input/output error" + ("" if n_failures == 1 else "; what was there is whole")
+    with pytest.raises(StorageError, match=message):
+        write_dcp(folder, {"a": ("F32", [3])}, lambda name: torch.zeros(3), force=True)
+    (left,) = tmp_path.iterdir()
+    assert (left == folder) == (n_failures == 1)
+    assert {path.name: path.read_bytes() for path in left.iterdir()} == before
+
+
+def test_the_umask_is_followed_and_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def refused(mask: int) -> int:
+        raise AssertionError("another thread may make files meanwhile")
+
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", refused)
+            write_dcp(tmp_path / "out", {"a": ("F32", [3])}, lambda name: torch.zeros(3))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
 
 
 @pytest.mark.parametrize("start", [0, 5])
@@ -278,6 +419,42 @@ class Evil:
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("/tmp/dcr-store-was-here",)
+
+
+def given_fields(call: bytes, fields: bytes) -> bytes:
+    """Return a pickle that makes something and sets its fields (BUILD)."""
+    return b"\x80\x02" + call + fields + b"b."
+
+
+FIELDS = b"}X\x05\x00\x00\x00wrongI1\ns"
+SLOTS = b"N" + FIELDS + b"\x86"
+REBUILT = b"ctorch._utils\n_rebuild_tensor_v2\n((X\x01\x00\x00\x000NtI0\n(I3\nt(I1\nttR"
+
+
+@pytest.mark.parametrize("fields", [FIELDS, SLOTS])
+def test_a_pickle_cannot_change_what_it_may_call(fields: bytes) -> None:
+    from dcr_store.targets import dcp_pickle
+
+    for known, read in (
+        (dcp_pickle._METADATA, dcp_pickle.read_metadata),
+        (dcp_pickle._TENSORS, dcp_pickle.read_tensor),
+    ):
+        for (module, name), item in known.items():
+            with pytest.raises(FormatError):
+                read(given_fields(f"c{module}\n{name}\n".encode(), fields), "p")
+            assert not hasattr(item, "wrong")
+            assert not hasattr(getattr(item, "_function", None), "wrong")
+            assert isinstance(item, type | str | dcp_pickle._Call), name
+
+
+@pytest.mark.parametrize("fields", [b"I-9\n(I3\nt(I1\nt", b"I0\n(I3\nt(I-1\nt", b"I0\n(I3\nt(t", b"NNN"])
+def test_a_pickle_cannot_change_a_tensor_that_was_found_sound(fields: bytes) -> None:
+    from dcr_store.targets.dcp_pickle import read_tensor
+
+    assert read_tensor(b"\x80\x02" + REBUILT + b".", "p").shape == (3,)
+    state = b"(X\x01\x00\x00\x000X\x03\x00\x00\x00F32" + fields + b"l"
+    with pytest.raises(FormatError, match="p: holds a tensor whose shape is none"):
+        read_tensor(given_fields(REBUILT, state), "p")
 
 
 def edited(folder: Path, change: Any) -> None:
