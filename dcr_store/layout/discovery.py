@@ -52,7 +52,7 @@ class Discovery:
     tensors : mapping of str to (str, tuple of int)
         Dtype and shape of each canonical tensor, in the order of the export.
     maps : tuple of mapping of str to AffineMap
-        For each rank, its slices' maps; those that hold nothing of any tensor too.
+        For each rank, its slices' maps; also of those that hold nothing of any tensor, but not of packed dtypes.
     residual : tuple of Residual
         What comes about otherwise; by tensor, ascending.
     """
