@@ -8,28 +8,21 @@ attempt, for which the writers that are still there seal again.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from dcr_store import events
 from dcr_store.errors import (
     ConflictError,
-    DcrError,
     FencedError,
     InvalidInputError,
     LagError,
-    OutcomeUnknownError,
 )
 from dcr_store.format import canonical
 from dcr_store.format.documents import CheckpointFile, ObjectRef
-from dcr_store.format.fields import now
-from dcr_store.format.names import TransactionKeys, new_incarnation, new_txid, version_name
-from dcr_store.format.records import Abort
+from dcr_store.format.names import TransactionKeys, new_incarnation, version_name
 from dcr_store.layout.affine_map import AffineMap
 from dcr_store.layout.boxes import Box, Dim, box
 from dcr_store.layout.coverage import doubled
@@ -43,6 +36,7 @@ from dcr_store.log.line import LineLog
 from dcr_store.payload.contributions import Rows
 from dcr_store.payload.version import read_manifest
 from dcr_store.publish.committing import Proposal, Sealed, append_commit, propose, store_proposal
+from dcr_store.publish.ending import Ending
 from dcr_store.publish.opening import LIVE
 from dcr_store.publish.owner import is_dead
 from dcr_store.publish.ownership import Ownership, check_ownership, ones_of, owned_box
@@ -61,7 +55,7 @@ Slices = Sequence[AffineMap] | Callable[[Layout], Sequence[AffineMap]]
 """What a writer is going to write: maps, or what makes them for the layout of the transaction."""
 
 
-class SliceTransaction:
+class SliceTransaction(Ending):
     """One writer's part of an open transaction. Not thread-safe; use one thread.
 
     Leaving it as a context manager without an exception commits it, or, for a writer that did not begin it, seals and
@@ -80,16 +74,13 @@ class SliceTransaction:
         is_committer: bool,
         slices: Slices | None,
     ) -> None:
+        super().__init__()
         self.line, self.txid, self.attempt, self.writer = log.line, pending.txid, pending.attempt, writer
         self.version = version_name(log.line, pending.version)
         self.is_committer = is_committer
         self._catalog, self._log, self._pending, self._baseline = catalog, log, pending, baseline
         self._release = release
         self._keys = TransactionKeys(log.line, pending.version, pending.txid)
-        self._state = "open"
-        self._pid = os.getpid()
-        self._closed = False
-        self._spoiled: str | None = None
         self._held: dict[str, list[Box]] = {}
         self._used: dict[str, SliceBits] = {}
         self._committed: VersionInfo | None = None
@@ -249,15 +240,6 @@ class SliceTransaction:
     def heal(self, bits: SliceBits, index: int) -> None:
         """Read a piece of the baseline from the store again; called from workers' threads."""
         self._baseline.heal(self._catalog, bits, index)
-
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Let no seal follow what fails inside: part of it may have been taken, part not."""
-        try:
-            yield
-        except BaseException as error:
-            self._spoiled = f"{type(error).__name__}: {error}"[:300]
-            raise
 
     # ------------------------------------------------------------------ sealing
 
@@ -440,40 +422,24 @@ class SliceTransaction:
 
     def abort(self, reason: str = "aborted by a writer") -> None:
         """End the transaction without a version, for all writers. Does nothing if it has ended already."""
-        self._require_own_process()
-        if self._state not in ("open", "sealed"):
-            self._close()
-            return
+        self._abort(reason)
 
-        def decide(state: LineState) -> Abort:
-            pending = state.open
-            if pending is None or pending.txid != self.txid:
-                raise FencedError(f"the transaction for {self.version} has ended", key=self.txid)
-            if self.is_committer:
-                self._require_ours(state)  # a committer that was taken over has nothing to say any more
-            return Abort(
-                line=self.line,
-                seq=state.length,
-                id=new_txid(),
-                prev=state.last_sha256,
-                created_at=now(),
-                txid=self.txid,
-                reason=reason,
-            )
+    @property
+    def _is_undecided(self) -> bool:
+        return self._state in ("open", "sealed")
 
-        try:
-            self._log.append(decide)
-            self._state = "aborted"
-        except FencedError:
-            self._state = "fenced"
-        finally:
-            self._close()
+    def _require_abortable(self, state: LineState) -> None:
+        pending = state.open
+        if pending is None or pending.txid != self.txid:
+            raise FencedError(f"the transaction for {self.version} has ended", key=self.txid)
+        if self.is_committer:
+            self._require_ours(state)  # a committer that was taken over has nothing to say any more
 
-    def _require_own_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise InvalidInputError(
-                f"the transaction for {self.version} is that of the process that forked this one", key=self.txid
-            )
+    def _commit_at_exit(self) -> None:
+        self.commit()
+
+    def _reason(self, error: BaseException) -> str:
+        return f"writer {self.writer}: {super()._reason(error)}"
 
     def _require_unsealed(self) -> None:
         self._require_own_process()
@@ -496,32 +462,6 @@ class SliceTransaction:
         self._writer.close()
         self._baseline.is_doubtful |= self._committed is None
         self._release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, OutcomeUnknownError) and self._proposed is not None:
-            self._close()
-        elif error is not None:
-            self._give_up(error)
-        elif self._state in ("open", "sealed"):
-            try:
-                self.commit()
-            except OutcomeUnknownError:
-                self._close()
-                raise
-            except BaseException as failure:
-                self._give_up(failure)
-                raise
-
-    def _give_up(self, error: BaseException) -> None:
-        try:
-            self.abort(f"writer {self.writer}: {type(error).__name__}: {error}"[:500])
-        except DcrError as second:
-            error.add_note(f"the transaction could not be aborted either: {second}")
 
 
 def awaited(

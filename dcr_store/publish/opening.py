@@ -16,6 +16,7 @@ from dcr_store.format.names import new_txid, version_name
 from dcr_store.format.records import Abort, Begin, Record, Resume
 from dcr_store.log.fold import LineState, OpenTransaction
 from dcr_store.log.line import LineLog
+from dcr_store.publish.ending import abort_record
 from dcr_store.publish.owner import describe, is_dead
 
 WRITER: Final = "w0"
@@ -81,15 +82,7 @@ def abandon(log: LineLog, pending: OpenTransaction, reason: str) -> None:
     def decide(state: LineState) -> Abort:
         if state.open is None or (state.open.txid, state.open.attempt) != (pending.txid, pending.attempt):
             raise FencedError("the transaction is somebody else's by now", key=pending.txid)
-        return Abort(
-            line=state.line,
-            seq=state.length,
-            id=new_txid(),
-            prev=state.last_sha256,
-            created_at=now(),
-            txid=pending.txid,
-            reason=reason,
-        )
+        return abort_record(state, pending.txid, reason)
 
     with contextlib.suppress(DcrError):
         log.append(decide)

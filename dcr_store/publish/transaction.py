@@ -7,23 +7,19 @@ commit nothing, and to go on once fenced.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 
 from dcr_store import events
-from dcr_store.errors import DcrError, FencedError, IntegrityError, InvalidInputError, OutcomeUnknownError
+from dcr_store.errors import FencedError, IntegrityError, InvalidInputError
 from dcr_store.format.documents import CheckpointFile, ObjectRef
-from dcr_store.format.fields import now
-from dcr_store.format.names import TransactionKeys, new_incarnation, new_txid, version_name
-from dcr_store.format.records import Abort
+from dcr_store.format.names import TransactionKeys, new_incarnation, version_name
 from dcr_store.layout.dtypes import Bits, shown, uint_dtype
 from dcr_store.layout.entry import name_problem
 from dcr_store.layout.layout import Layout, LayoutBuilder, TensorEntry
@@ -33,6 +29,7 @@ from dcr_store.log.line import LineLog
 from dcr_store.publish.baseline import Baseline
 from dcr_store.publish.chunks import ReadInto
 from dcr_store.publish.committing import Proposal, Sealed, append_commit, propose, store_proposal
+from dcr_store.publish.ending import Ending
 from dcr_store.publish.flow import Flow
 from dcr_store.publish.opening import LIVE, WRITER
 from dcr_store.publish.partitions import PartitionWriter, read_durable
@@ -55,7 +52,7 @@ class CheckpointSummary:
     left_out: tuple[tuple[str, str], ...]
 
 
-class Transaction:
+class Transaction(Ending):
     """An open transaction of one writer. Not thread-safe; use one thread.
 
     Leaving it as a context manager without an exception commits it if nothing has been decided yet; an exception, also
@@ -66,15 +63,12 @@ class Transaction:
     def __init__(
         self, catalog: Catalog, log: LineLog, pending: OpenTransaction, baseline: Baseline, release: Callable[[], None]
     ) -> None:
+        super().__init__()
         self.line, self.txid, self.attempt = log.line, pending.txid, pending.attempt
         self.version = version_name(log.line, pending.version)
         self._catalog, self._log, self._pending, self._baseline = catalog, log, pending, baseline
         self._release = release
         self._keys = TransactionKeys(log.line, pending.version, pending.txid)
-        self._state = "open"
-        self._pid = os.getpid()
-        self._spoiled: str | None = None  # why what was written is not whole
-        self._closed = False
         self._written: dict[str, TensorEntry] = {}
         self._taken: set[int] = set()  # places of the base's layout that were written, by one of their names
         self._memory: dict[object, tuple[str, weakref.ref[Any]]] = {}
@@ -237,15 +231,6 @@ class Transaction:
         if name in self._written:
             raise InvalidInputError(f"tensor {name!r} was already written in this transaction", key=name)
 
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Let no commit follow what fails inside: part of it may have been taken, part not."""
-        try:
-            yield
-        except BaseException as error:
-            self._spoiled = f"{type(error).__name__}: {error}"[:300]
-            raise
-
     def _add(self, name: str, dtype: str, shape: tuple[int, ...], read: ReadInto, tensor: object) -> None:
         """Take one tensor; `tensor` is the caller's object, None for one from a file."""
         if isinstance(self._writer, DeltaWriter):
@@ -406,40 +391,13 @@ class Transaction:
 
     def abort(self, reason: str = "aborted by its publisher") -> None:
         """End the transaction without a version. Does nothing if it has ended already."""
-        self._require_own_process()
-        if self._state != "open":
-            self._close()
-            return
+        self._abort(reason)
 
-        def decide(state: LineState) -> Abort:
-            self._require_ours(state)
-            return Abort(
-                line=self.line,
-                seq=state.length,
-                id=new_txid(),
-                prev=state.last_sha256,
-                created_at=now(),
-                txid=self.txid,
-                reason=reason,
-            )
+    def _require_abortable(self, state: LineState) -> None:
+        self._require_ours(state)
 
-        try:
-            self._log.append(decide)
-            self._state = "aborted"
-        except FencedError:
-            self._state = "fenced"
-        finally:
-            self._close()
-
-    def _require_own_process(self) -> None:
-        """Refuse to go on in a forked process: it lacks the threads, and the transaction is its parent's."""
-        if os.getpid() != self._pid:
-            raise InvalidInputError(
-                f"the transaction for {self.version} is that of the process that forked this one; begin another one",
-                key=self.txid,
-                expected=f"process {self._pid}",
-                found=f"process {os.getpid()}",
-            )
+    def _commit_at_exit(self) -> None:
+        self.commit()
 
     def _require_open(self) -> None:
         self._require_own_process()
@@ -471,32 +429,6 @@ class Transaction:
         self._baseline.drop_staging()
         release, self._release = self._release, lambda: None
         release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, OutcomeUnknownError) and self._proposed is not None:
-            self._close()
-        elif error is not None:
-            self._give_up(error)
-        elif self._state == "open":
-            try:
-                self.commit()
-            except OutcomeUnknownError:
-                self._close()
-                raise
-            except BaseException as failure:
-                self._give_up(failure)
-                raise
-
-    def _give_up(self, error: BaseException) -> None:
-        try:
-            self.abort(f"{type(error).__name__}: {error}"[:500])
-        except DcrError as second:
-            error.add_note(f"the transaction could not be aborted either: {second}")
 
 
 def _owner(tensor: object) -> weakref.ref[Any] | None:
