@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dcr_store.layout.affine_map import AffineMap as AffineMap
-    from dcr_store.layout.discovery import discover as discover
+    from dcr_store.publish.discovering import discover as discover
     from dcr_store.store import Store, create, open
     from dcr_store.targets.native.target import NativeLoaderTarget as NativeLoaderTarget
 
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> object:
 
         return AffineMap
     if name == "discover":
-        from dcr_store.layout.discovery import discover
+        from dcr_store.publish.discovering import discover
 
         return discover
     if name == "NativeLoaderTarget":

@@ -71,6 +71,14 @@ class ObjectStore(Protocol):
 
 
 @runtime_checkable
+class Dated(Protocol):
+    """An object store that tells when it stored an object, by a clock of its own."""
+
+    def dated(self, prefix: str) -> dict[str, tuple[int, float]]:
+        """Return key → (nbytes, seconds since 1970) of every object whose key starts with `prefix`."""
+
+
+@runtime_checkable
 class Doubtable(Protocol):
     """An object store whose answers may come out of caches on the way."""
 
@@ -78,14 +86,21 @@ class Doubtable(Protocol):
         """Ask past the caches for so many seconds, for everything whose SHA-256 is not known."""
 
 
-class Target(Protocol):
-    """The bits of one state that a receiver brings up to date, by chunks of the canonical spaces.
+class Source(Protocol):
+    """The bits of one state, by chunks of the canonical spaces.
 
-    Safe to call from several threads on different chunks. ``space`` is ``u8``, ``u16``, ``u32`` or ``u64``.
+    Safe to call from several threads. ``space`` is ``u8``, ``u16``, ``u32`` or ``u64``.
     """
 
     def read_chunk(self, space: str, chunk: int, out: NDArray[np.unsignedinteger]) -> None:
         """Copy a chunk's current bits into `out`, uintN of shape (chunk_elements,); zeros where no tensor is."""
+
+
+class Target(Source, Protocol):
+    """The bits of one state that a receiver brings up to date.
+
+    Safe to call from several threads on different chunks.
+    """
 
     def write_chunk(self, space: str, chunk: int, bits: NDArray[np.unsignedinteger]) -> None:
         """Overwrite a chunk with `bits`, uintN of shape (chunk_elements,); elements of no tensor are dropped."""
@@ -93,7 +108,11 @@ class Target(Protocol):
 
 @runtime_checkable
 class ScatterTarget(Target, Protocol):
-    """A target for which changing few elements of a chunk is cheaper than writing it whole: memory of a device."""
+    """A target of which a few elements can be changed for less than a chunk is written whole: live memory."""
+
+    @property
+    def is_far(self) -> bool:
+        """Whether that is worth comparing whole chunks to find the changes, as for memory of a device."""
 
     def xor_chunk(
         self, space: str, chunk: int, positions: NDArray[np.uint32], masks: NDArray[np.unsignedinteger]

@@ -6,33 +6,51 @@ Refuses backends on which put-if-absent is not atomic, and stores of another for
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 
 from dcr_store.errors import ConflictError, IntegrityError, InvalidInputError, NotFoundError, StorageError
-from dcr_store.format import canonical
+from dcr_store.format.copies import DETACHED_KEY, chain_sha256, copy_document
 from dcr_store.format.documents import CODECS, StoreDocument
 from dcr_store.format.fields import now
-from dcr_store.format.names import STORE_KEY, VersionRef, check_line, check_writers, layout_key, new_txid, version_name
+from dcr_store.format.names import STORE_KEY, check_line, check_writers, layout_key, new_txid
 from dcr_store.log.fold import LineState
+from dcr_store.log.signing import UNSIGNED, Signing
 from dcr_store.objects.open import open_objects
+from dcr_store.targets.checkpoint_listing import is_weights
 from dcr_store.targets.own_directories import refuse_inside_store
 from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.document import read_document
 from dcr_store.versions.info import VersionDetail, VersionInfo, detail_of, info_of
 
 if TYPE_CHECKING:
-    from dcr_store.history.checkout_dcp import DcpResult
-    from dcr_store.history.diff import Diff
+    from concurrent.futures import Executor
+    from datetime import datetime
+
+    from dcr_store.exchange.copied import Copied
+    from dcr_store.exchange.folders import Exported
+    from dcr_store.exchange.import_deltas import Imported
+    from dcr_store.format.marks import Named
+    from dcr_store.format.rows import VersionRow
+    from dcr_store.history.blame import Blame
+    from dcr_store.history.changed import Diff
+    from dcr_store.history.identify import Identified
     from dcr_store.history.report import VerifyReport
+    from dcr_store.history.walk import State
+    from dcr_store.history.written import Written
     from dcr_store.layout.layout import Layout
-    from dcr_store.log.fold import OpenTransaction, VersionRow
-    from dcr_store.log.line import LineLog
+    from dcr_store.layout.selection import Index
+    from dcr_store.maintain.collect import Collected
+    from dcr_store.maintain.edges import EdgeInfo
+    from dcr_store.maintain.retention import Expiry
     from dcr_store.ports import ObjectStore
     from dcr_store.publish.baseline import Baseline
     from dcr_store.publish.joint import Slices, SliceTransaction
@@ -46,8 +64,11 @@ if TYPE_CHECKING:
     from dcr_store.receive.pull import PullResult
     from dcr_store.receive.receiver import Receiver
     from dcr_store.receive.status import Status
+    from dcr_store.report.figures import Report
+    from dcr_store.versions.places import StorePlace
 
 Url = str | os.PathLike[str]
+Trust = str | os.PathLike[str] | Iterable[str]
 
 
 def create(
@@ -56,6 +77,8 @@ def create(
     codec: str = "dcr.delta",
     chunk_elements: int = 1 << 20,
     storage_options: Mapping[str, Any] | None = None,
+    sign_with: str | os.PathLike[str] | None = None,
+    trust: Trust | None = None,
 ) -> Store:
     """Create a store at an empty place.
 
@@ -70,6 +93,8 @@ def create(
         Elements of a chunk, a power of two from 64 to 2^24.
     storage_options : mapping, optional
         What fsspec's file system takes.
+    sign_with, trust
+        As of ``open``.
 
     Raises
     ------
@@ -90,6 +115,13 @@ def create(
         raise InvalidInputError(
             "chunk_elements is wrong", key="chunk_elements", expected="a power of two, 64 to 2^24", found=chunk_elements
         )
+    signing = _signing(sign_with, trust)
+    document = StoreDocument(new_txid(), codec, chunk_elements, now())
+    return _created(url, storage_options, document.to_bytes(), signing)
+
+
+def _created(url: Url, storage_options: Mapping[str, Any] | None, data: bytes, signing: Signing = UNSIGNED) -> Store:
+    """Create the store whose document `data` is; errors are those of ``create``."""
     from dcr_store.objects.probe import probe
 
     objects = open_objects(url, storage_options)
@@ -100,14 +132,29 @@ def create(
         probe(objects)
     except StorageError as error:
         raise StorageError(f"cannot hold a store: {error.args[0]}", key=objects.url) from error
-    document = StoreDocument(new_txid(), codec, chunk_elements, now())
-    if not objects.put_if_absent(STORE_KEY, document.to_bytes()):
+    if not objects.put_if_absent(STORE_KEY, data):
         raise ConflictError("somebody else has just created a store there; open it", key=objects.url)
-    return Store(objects, document, canonical.sha256(document.to_bytes()))
+    return Store(
+        objects, StoreDocument.from_bytes(data), chain_sha256(data), opened=(url, storage_options), signing=signing
+    )
 
 
-def open(url: Url, *, storage_options: Mapping[str, Any] | None = None) -> Store:
+def open(
+    url: Url,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    sign_with: str | os.PathLike[str] | None = None,
+    trust: Trust | None = None,
+) -> Store:
     """Open a store, by its place, by relays (``http://host:port``), or by several ways separated by commas.
+
+    Parameters
+    ----------
+    sign_with : path, optional
+        File of a private key (``dcr keygen``), with which all log records are signed that are written.
+    trust : path or iterable of str, optional
+        File of public keys, one a line, or such lines. Then a log counts only if one of these has signed each record of
+        it; all are read, whatever log checkpoints say.
 
     Raises
     ------
@@ -115,17 +162,31 @@ def open(url: Url, *, storage_options: Mapping[str, Any] | None = None) -> Store
         If there is none.
     FormatError
         If it is of another format version, or no store.
+    InvalidInputError
+        If there is no such file of keys, or no key in it.
     """
+    return _opened(url, storage_options, _signing(sign_with, trust))
+
+
+def _opened(url: Url, storage_options: Mapping[str, Any] | None, signing: Signing) -> Store:
+    """Open a store; errors are those of ``open``."""
     objects = open_objects(url, storage_options)
-    try:
-        data = objects.get(STORE_KEY)
-    except NotFoundError as error:
-        raise NotFoundError("there is no store here; create one with: dcr init STORE", key=objects.url) from error
-    return Store(objects, StoreDocument.from_bytes(data), canonical.sha256(data))
+    return Store(objects, *read_document(objects), opened=(url, storage_options), signing=signing)
+
+
+def _signing(sign_with: str | os.PathLike[str] | None, trust: Trust | None) -> Signing:
+    if sign_with is None and trust is None:
+        return UNSIGNED
+    from dcr_store.log.key_files import signing_of
+
+    return signing_of(sign_with, trust)
+
+
+_NO_ONES: Final = ("probe", "lost+found")  # what a creation that was killed, or making a file system, leaves
 
 
 def _check_place(objects: ObjectStore) -> None:
-    """Refuse a directory inside of a store, the remains of a store, and a checkpoint."""
+    """Refuse a directory inside of a store, the remains of a store, a checkpoint, and whatever else is not empty."""
     if objects.url.startswith("/"):
         refuse_inside_store(Path(objects.url), "the store")
     names = objects.list_names("")
@@ -136,11 +197,19 @@ def _check_place(objects: ObjectStore) -> None:
             expected="nothing",
             found=", ".join(remains),
         )
-    if weights := [name for name in names if name.endswith(".safetensors")]:
+    if weights := sorted(filter(is_weights, names)):
         raise InvalidInputError(
             "this is a checkpoint, not a place for a store; were the arguments swapped?",
             key=objects.url,
             found=weights[0],
+        )
+    if foreign := sorted(name for name in names if name not in _NO_ONES and not name.startswith(".")):
+        raise ConflictError(
+            "the place is not empty, and a store shares it with nothing; choose another place, a new directory in it "
+            "for example",
+            key=objects.url,
+            expected="nothing",
+            found=", ".join(foreign[:5]),
         )
 
 
@@ -155,10 +224,19 @@ class Store:
         Elements of a chunk.
     """
 
-    def __init__(self, objects: ObjectStore, document: StoreDocument, store_sha256: str) -> None:
+    def __init__(
+        self,
+        objects: ObjectStore,
+        document: StoreDocument,
+        store_sha256: str,
+        *,
+        opened: tuple[Url, Mapping[str, Any] | None] | None = None,
+        signing: Signing = UNSIGNED,
+    ) -> None:
         self._objects = objects
+        self._opened = opened
         self._document = document
-        self._catalog = Catalog(objects, document, store_sha256)
+        self._catalog = Catalog(objects, document, store_sha256, signing)
         self._baselines: dict[str, Baseline] = {}
         self._used: weakref.WeakSet[Baseline] = weakref.WeakSet()
         self._slice_baselines: dict[tuple[str, str], SliceBaseline] = {}
@@ -199,6 +277,7 @@ class Store:
         metadata: Mapping[str, Any] | None = None,
         owner: str | None = None,
         takeover: bool = False,
+        baseline: Url | None = None,
         max_ahead: int | None = None,
         ahead_of: Iterable[str] = (),
         writers: Sequence[str],
@@ -242,7 +321,10 @@ class Store:
             Take over an open transaction of an owner that you know to be dead.
         baseline : path, optional
             Directory of the local copy of the last version, kept for the next run; by default a temporary one. If it
-            still advances to what was committed last, that is waited for.
+            still advances to what was committed last, that is waited for. With writers, the copy of what this one
+            writes, in a place of its own below the directory, ``<line>/<writer>``, so that all may name the same one;
+            locked until this store is closed, or another baseline is named. By default it is in memory, as with
+            "pinned", which means page-locked memory of torch, for which there must be CUDA.
         max_ahead : int, optional
             Refuse to begin a version that comes more than so many after the active one of a group of `ahead_of`.
         ahead_of : iterable of str
@@ -253,8 +335,8 @@ class Store:
         writer : str, optional
             Which of them this process is; the first by default.
         tensors : mapping of str to (str, sequence of int), optional
-            With writers: dtype and shape of each tensor of the version. By default those of the head, which also stay,
-            in their order and untied where they were, if these are the same.
+            With writers: dtype, as safetensors names it (``BF16``), and shape of each tensor of the version. By default
+            those of the head, which also stay, in their order and untied where they were, if these are the same.
         aliases : mapping of str to str, optional
             With tensors: further names, each of one of the tensors, or of an alias before it.
         slices : sequence of AffineMap, or function that returns it for a layout, optional
@@ -269,44 +351,35 @@ class Store:
         ------
         ConflictError
             If somebody else's transaction is open, the head is not `base`, or another process uses the baseline, be it
-            for an advance after its last commit.
+            for an advance after its last commit, or as the same writer.
         LagError
             If the version would be more than `max_ahead` ahead of a group: wait, and begin again.
         InvalidInputError
             If a name or the metadata cannot be stored.
         """
         from dcr_store.publish.flow import Flow
+        from dcr_store.publish.intents import check_base, intent_of
         from dcr_store.publish.opening import abandon, begin
         from dcr_store.publish.transaction import Transaction
 
-        intent = self._intent(line, base, message, metadata, owner, takeover)
+        self._check_writable()
+        intent = intent_of(line, base, message, metadata, owner, takeover=takeover)
         if writers is None:
             given = {"writer": writer, "tensors": tensors, "slices": slices, "aliases": aliases}
             if lone := [name for name, value in given.items() if value is not None]:
                 raise InvalidInputError("is for several writers alone", key=lone[0], expected="writers too")
-        elif baseline is not None:
-            raise InvalidInputError(
-                "writers keep what they own in memory; they have no baseline directory", key="baseline", found=baseline
-            )
         flow = Flow(self._catalog, line, ahead_of)
-        if (max_ahead is None) == bool(flow.groups):
-            raise InvalidInputError(
-                "max_ahead and ahead_of go together",
-                key="max_ahead",
-                expected="both or neither",
-                found=f"max_ahead {max_ahead}, ahead_of {', '.join(flow.groups) or 'no group'}",
-            )
-        if max_ahead is not None and (isinstance(max_ahead, bool) or not isinstance(max_ahead, int) or max_ahead < 1):
-            raise InvalidInputError("is no distance", key="max_ahead", expected="1 or more", found=max_ahead)
+        flow.check_max_ahead(max_ahead)
         flow.require_followers()
 
         def check(state: LineState) -> None:
-            _check_base(state, base)
+            check_base(state, base)
             if max_ahead is not None:
                 flow.require_near(state.next_version, max_ahead)
 
         if writers is not None:
-            return self._begin_joint(line, intent, check, check_writers(writers), writer, tensors, aliases, slices)
+            names = check_writers(writers)
+            return self._begin_joint(line, intent, check, names, writer, tensors, aliases, slices, baseline)
         held, release = self._acquire_baseline(line, baseline)
         try:
             with self._lock:
@@ -318,41 +391,12 @@ class Store:
             pending = begin(log, intent, check)
             try:
                 return Transaction(self._catalog, log, pending, held, release)
-            except Exception as error:
-                abandon(log, pending, f"could not start: {error}"[:500])
+            except BaseException as error:
+                abandon(log, pending, f"could not start: {type(error).__name__}: {error}"[:500])
                 raise
         except BaseException:
             release()
             raise
-
-    def _intent(
-        self,
-        line: str,
-        base: str | None,
-        message: str | None,
-        metadata: Mapping[str, Any] | None,
-        owner: str | None,
-        takeover: bool,
-    ) -> Intent:
-        """Return what a caller of begin wants; refuses what cannot be stored."""
-        from dcr_store.publish.opening import Intent
-        from dcr_store.publish.owner import default_owner
-
-        self._document.check_writable()
-        check_line(line)
-        if base is not None:
-            VersionRef.parse(base)
-        if message is not None and not isinstance(message, str):
-            raise InvalidInputError(
-                "the message is no text", key="message", expected="text", found=type(message).__name__
-            )
-        if owner is not None and not (isinstance(owner, str) and owner):
-            raise InvalidInputError("the owner is no text", key="owner", expected="text, not empty", found=repr(owner))
-        if metadata is not None and not isinstance(metadata, Mapping):
-            raise InvalidInputError("the metadata is no mapping", key="metadata", found=type(metadata).__name__)
-        # As it will come back, so that a resumed transaction compares equal; refuses what JSON cannot say.
-        told = _told(metadata or {})
-        return Intent(owner or default_owner(), message, told, base, takeover)
 
     def _begin_joint(
         self,
@@ -364,8 +408,10 @@ class Store:
         tensors: Mapping[str, tuple[str, Sequence[int]]] | None,
         aliases: Mapping[str, str] | None,
         slices: Slices | None,
+        baseline: Url | None,
     ) -> SliceTransaction:
-        from dcr_store.layout.layout import LayoutBuilder
+        from dcr_store.layout.layout import layout_of
+        from dcr_store.publish.joint import SliceTransaction
         from dcr_store.publish.opening import abandon, begin
 
         mine = writers[0] if writer is None else writer
@@ -374,12 +420,7 @@ class Store:
         log = self._catalog.log(line)
         head = log.refresh().head
         if tensors is not None:
-            builder = LayoutBuilder()
-            for name, (dtype, shape) in tensors.items():
-                builder.add(name, dtype, tuple(shape))
-            for alias, of in (aliases or {}).items():
-                builder.add_alias(alias, of)
-            layout = builder.build()
+            layout = layout_of(tensors, aliases)
             sha256 = layout.sha256
             if head is not None and self._serves(head, layout):
                 sha256 = head.layout
@@ -407,13 +448,20 @@ class Store:
                     found=state.head.layout,
                 )
 
-        pending = begin(log, replace(intent, writers=writers, layout=sha256), check_layout)
+        held, release = self._acquire_slice_baseline(line, mine, baseline)
         try:
-            transaction = self._slice_transaction(log, pending, mine, slices, is_committer=True)
-            self._joined[line, mine] = pending.txid
-            return transaction
-        except Exception as error:
-            abandon(log, pending, f"could not start: {error}"[:500])
+            pending = begin(log, replace(intent, writers=writers, layout=sha256), check_layout)
+            try:
+                transaction = SliceTransaction(
+                    self._catalog, log, pending, mine, held, release, is_committer=True, slices=slices
+                )
+                self._joined[line, mine] = pending.txid
+                return transaction
+            except BaseException as error:
+                abandon(log, pending, f"could not start: {type(error).__name__}: {error}"[:500])
+                raise
+        except BaseException:
+            release()
             raise
 
     def _serves(self, head: VersionRow, layout: Layout) -> bool:
@@ -433,6 +481,7 @@ class Store:
         line: str = "main",
         writers: Sequence[str] | None = None,
         slices: Slices | None = None,
+        baseline: Url | None = None,
         timeout_s: float | None = None,
     ) -> SliceTransaction:
         """Take part, as one of its writers, in the transaction that is open on a line.
@@ -440,64 +489,77 @@ class Store:
         Parameters
         ----------
         txid : str, optional
-            Which one; by default the next one that this process has not been in, as soon as it is begun.
+            Which one; by default the next one that this process has not been in, as soon as it is begun. Passed over
+            are those of other writers, and those whose owner is known to be dead.
         writer : str
             One of the names that it was begun with. Whoever joins again under a name, after a crash, goes on.
         writers : sequence of str, optional
-            Without `txid`: wait for a transaction of exactly these, whose owner is not known to be dead.
+            Without `txid`: wait for a transaction of exactly these, rather than of any that `writer` is among.
         slices : sequence of AffineMap, or function that returns it for a layout, optional
             As of ``begin``.
+        baseline : path, optional
+            As of ``begin``, with writers.
         timeout_s : float, optional
-            How long to wait for it to be begun.
+            How long to wait for it to be begun; for ever by default.
 
         Raises
         ------
         LagError
-            If it was not begun in time.
+            If it was not begun in time; names whose transaction is open instead.
         FencedError
             If it has ended.
+        ConflictError
+            If another process, or another transaction of this one, uses the baseline as the same writer.
         InvalidInputError
-            If `writer` is none of its writers.
+            If `writer` is none of the writers of `txid`, or the baseline's place has files of somebody else.
         """
-        from dcr_store.publish.joint import awaited
+        from dcr_store.publish.joint import SliceTransaction
+        from dcr_store.publish.waiting import awaited
 
-        self._document.check_writable()
+        self._check_writable()
         check_line(line)
         log = self._catalog.log(line)
         wanted = None if writers is None else check_writers(writers)
-        pending = awaited(log, txid, self._joined.get((line, writer)), timeout_s, wanted)
-        transaction = self._slice_transaction(log, pending, writer, slices, is_committer=False)
-        self._joined[line, writer] = pending.txid
-        return transaction
-
-    def _slice_transaction(
-        self,
-        log: LineLog,
-        pending: OpenTransaction,
-        writer: str,
-        slices: Slices | None,
-        *,
-        is_committer: bool,
-    ) -> SliceTransaction:
-        from dcr_store.publish.joint import SliceTransaction
-        from dcr_store.publish.slice_baseline import SliceBaseline
-
-        place = (log.line, writer)
-        with self._lock:
-            held = self._slice_baselines.pop(place, None)
-        held = held or SliceBaseline(self.chunk_elements)
-
-        def release() -> None:
-            with self._lock:
-                self._slice_baselines.setdefault(place, held)
-
+        pending = awaited(log, writer, txid, self._joined.get((line, writer)), timeout_s, wanted)
+        held, release = self._acquire_slice_baseline(line, writer, baseline)
         try:
-            return SliceTransaction(
-                self._catalog, log, pending, writer, held, release, is_committer=is_committer, slices=slices
+            transaction = SliceTransaction(
+                self._catalog, log, pending, writer, held, release, is_committer=False, slices=slices
             )
         except BaseException:
             release()
             raise
+        self._joined[line, writer] = pending.txid
+        return transaction
+
+    def _acquire_slice_baseline(
+        self, line: str, writer: str, baseline: Url | None
+    ) -> tuple[SliceBaseline, Callable[[], None]]:
+        """Return the baseline of one of several writers, and how to give it back."""
+        from dcr_store.publish.slice_baseline import SliceBaseline
+        from dcr_store.publish.slice_files import open_memory
+
+        place = (line, writer)
+        with self._lock:
+            held = self._slice_baselines.pop(place, None)
+        try:
+            memory = open_memory(baseline, None if held is None else held.memory, *place)
+        except BaseException:
+            if held is not None:  # a place that cannot be is no reason to read all slices anew
+                with self._lock:
+                    self._slice_baselines.setdefault(place, held)
+            raise
+        if held is None or held.memory is not memory:
+            held = SliceBaseline(self.chunk_elements, memory)
+        kept = held
+
+        def release() -> None:
+            with self._lock:
+                other = self._slice_baselines.setdefault(place, kept)
+            if other is not kept:
+                kept.memory.close()
+
+        return held, release
 
     def _acquire_baseline(self, line: str, directory: Url | None) -> tuple[Baseline, Any]:
         from dcr_store.publish.baseline import Baseline
@@ -520,56 +582,485 @@ class Store:
 
         return held, release
 
+    # ------------------------------------------------------------------ maintenance
+
+    def anchor(
+        self, version: str, *, executor: Executor | None = None, owner: str | None = None, takeover: bool = False
+    ) -> EdgeInfo:
+        """Store a version whole, so that reading it, and what follows it, needs nothing before it.
+
+        Parameters
+        ----------
+        version : str
+            ``line@number``, a line (its head), or a root.
+        executor : Executor, optional
+            Any of ``concurrent.futures``, or of a cluster: one task for each partition, which opens the store itself.
+            By default a thread of this process, and all cores in it.
+        owner : str, optional
+            Who does this, the same for all restarts; by default this process.
+        takeover : bool
+            Take over from an owner that you know to be dead.
+
+        Raises
+        ------
+        NotFoundError
+            If there is no such version, or it has expired.
+        ConflictError
+            If another owner is at it.
+        IntegrityError
+            If the store does not hold what the version's digests say.
+        """
+        return self._add_edge(version, None, executor, owner, takeover=takeover)
+
+    def anchor_if_due(
+        self,
+        line: str = "main",
+        *,
+        every: int | None = None,
+        cost: float | None = None,
+        executor: Executor | None = None,
+        owner: str | None = None,
+        takeover: bool = False,
+    ) -> EdgeInfo | None:
+        """Store the head of a line whole if that is due, for whoever looks after a store, as often as he likes.
+
+        Parameters
+        ----------
+        every : int, optional
+            It is due if at least so many versions lie between the head and the anchor from which its path begins.
+        cost : float, optional
+            Or if that path takes more than so many times the bytes of the anchor.
+        executor, owner, takeover
+            As of ``anchor``, whose errors these are.
+        """
+        from dcr_store.maintain.policy import due
+
+        located = due(self._catalog, line, every=every, cost=cost)
+        if located is None:
+            return None
+        return self.anchor(located.name, executor=executor, owner=owner, takeover=takeover)
+
+    def fold(
+        self,
+        base: str,
+        version: str,
+        *,
+        executor: Executor | None = None,
+        owner: str | None = None,
+        takeover: bool = False,
+    ) -> EdgeInfo:
+        """Store the deltas from `base` to `version` as one, for those who come from `base`.
+
+        Parameters and errors are those of ``anchor``; `base` is an older version of the same line and tensors.
+        """
+        return self._add_edge(version, base, executor, owner, takeover=takeover)
+
+    def expire(
+        self,
+        line: str = "main",
+        *,
+        keep_last: int = 1,
+        keep_every: int | None = None,
+        older_than_s: float | None = None,
+        keep_tagged: bool = True,
+        dry_run: bool = False,
+        executor: Executor | None = None,
+        owner: str | None = None,
+        takeover: bool = False,
+    ) -> Expiry:
+        """Let versions of a line expire: they are not to be read any more, and ``gc`` may delete what only they need.
+
+        The head is always kept, and so is what a pin, a group, another line or a work of maintenance needs. Where
+        what lies before a version that is kept goes, that is stored whole, or as a fold, first.
+
+        Parameters
+        ----------
+        keep_last : int
+            Keep so many of the newest versions.
+        keep_every : int, optional
+            Keep those whose number is a multiple of it.
+        older_than_s : float, optional
+            Keep those that were committed less than so many seconds ago, by the object store's clock.
+        keep_tagged : bool
+            Keep those that have a tag.
+        dry_run : bool
+            Only say what would be done.
+        executor, owner, takeover
+            As of ``anchor``.
+
+        Raises
+        ------
+        ConflictError
+            If another expiry of the line is under way.
+        StorageError
+            If the store does not tell when it stored what, as a relay.
+        """
+        from dcr_store.maintain.retention import Keep, expire
+
+        self._check_writable()
+        keep = Keep(keep_last, keep_every, older_than_s, keep_tagged)
+        return expire(self._place(), line, keep, dry_run=dry_run, executor=executor, owner=owner, takeover=takeover)
+
+    def gc(self, *, grace_s: float = 86400, dry_run: bool = False) -> Collected:
+        """Delete what expired or was aborted at least `grace_s` seconds ago; see ``maintain.collect``."""
+        from dcr_store.maintain.collect import collect
+
+        self._document.check_writable()
+        return collect(self._catalog, grace_s=grace_s, dry_run=dry_run)
+
+    def tag(self, version: str, name: str, message: str | None = None) -> Named:
+        """Name a version: ``line@name`` is another way to say which; see ``maintain.marks``."""
+        from dcr_store.maintain.marks import put_tag
+
+        self._check_writable()
+        return put_tag(self._catalog, self._catalog.resolve(version), name, message)
+
+    def tags(self, line: str = "main") -> list[Named]:
+        """Return the tags of a line, by name."""
+        from dcr_store.maintain.marks import tags
+
+        return tags(self._catalog, line)
+
+    def delete_tag(self, line: str, name: str) -> None:
+        """Take a tag away; ``NotFoundError`` if there is none."""
+        from dcr_store.maintain.marks import delete_tag
+
+        self._check_writable()
+        delete_tag(self._catalog, line, name)
+
+    def pin(self, version: str, name: str, *, until: datetime | None = None, message: str | None = None) -> Named:
+        """Keep a version from expiring, until a time with a zone if one is given; see ``maintain.marks``."""
+        from dcr_store.maintain.marks import put_pin
+
+        self._check_writable()
+        return put_pin(self._catalog, self._catalog.resolve(version), name, message, until)
+
+    def pins(self) -> list[Named]:
+        """Return all pins, by name."""
+        from dcr_store.maintain.marks import pins
+
+        return pins(self._catalog)
+
+    def delete_pin(self, name: str) -> None:
+        """Take a pin away; ``NotFoundError`` if there is none."""
+        from dcr_store.maintain.marks import delete_pin
+
+        self._check_writable()
+        delete_pin(self._catalog, name)
+
+    def fork(self, version: str, name: str) -> str:
+        """Begin a line that goes on from a version and shares all up to it; return the version's name there.
+
+        Raises
+        ------
+        ConflictError
+            If there is another line of that name.
+        NotFoundError
+            If there is no such version, or it has expired.
+        """
+        from dcr_store.maintain.forks import fork
+
+        self._check_writable()
+        return fork(self._catalog, self._catalog.resolve(version), name).name
+
+    def _check_writable(self) -> None:
+        """Refuse what would add to a log, or name a version, in a store of a newer format, or in a copy."""
+        self._document.check_writable()
+        if self._document.is_copy and self._objects.size(DETACHED_KEY) is None:
+            raise InvalidInputError(
+                "the store is a copy, whose lines go on where its source's do; publish and maintain there",
+                key=self.url,
+                advice="if the source is gone for good, detach the copy and go on with it: dcr detach COPY",
+            )
+
+    # ------------------------------------------------------------------ exchange
+
+    def copy_to(
+        self,
+        url: Url,
+        *,
+        lines: Iterable[str] | None = None,
+        since: str | None = None,
+        repair: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Copied:
+        """Copy what is committed into a copy of this store, made if there is none; only what it lacks.
+
+        The copy has the same records, versions, roots and tags. It takes no publishes until it is detached. Killed at
+        any moment, it is a store with fewer versions, and the same call goes on. Groups and pins are not copied. The
+        keys that are trusted here are those that are trusted there.
+
+        Parameters
+        ----------
+        url : str or path
+            An empty place, or a copy of this store.
+        lines : iterable of str, optional
+            All by default; of a fork also the line that it goes on from.
+        since : str, optional
+            A version: those before it are left out where the line is new in the copy. The first that is there is the
+            first from this one on that is stored whole.
+        repair : bool
+            Also read all that the copy has of these lines, and put again what is missing or damaged there.
+        storage_options : mapping, optional
+            Of `url`.
+
+        Raises
+        ------
+        ConflictError
+            If a line has gone on in the copy by itself, or the copy was detached.
+        InvalidInputError
+            If there is another store at `url`, or no version from `since` on can be read without those before.
+        IntegrityError, FormatError
+            If something is damaged here; what counts on it was not put.
+        """
+        from dcr_store.exchange.copy_checks import check_copy
+        from dcr_store.exchange.copying import asked, copy
+
+        first = None if since is None else self._catalog.resolve(since)
+        names = asked(self._catalog, None if lines is None else list(lines), first)
+        try:
+            target = _opened(url, storage_options, self._catalog.signing)
+        except NotFoundError:
+            data = copy_document(self._objects.get(STORE_KEY))
+            target = _created(url, storage_options, data, self._catalog.signing)
+        check_copy(self._catalog, target._catalog)
+        target._document.check_writable()
+        return copy(self._catalog, target._catalog, names, first, repair=repair)
+
+    def export(
+        self,
+        first: str,
+        last: str,
+        directory: Url,
+        *,
+        format: str = "safetensors",
+        encoding: str = "xor",
+        checksum: str = "adler32",
+        with_first: bool = True,
+    ) -> Exported:
+        """Write a range of versions into a directory, in a folder for each; again, only those that are not there.
+
+        Parameters
+        ----------
+        first, last : str
+            Versions of one line.
+        format : {"safetensors", "slime"}
+            Whole checkpoints, which share the files that do not change (``exchange.folders``); or delta directories
+            as slime, miles and SGLang read them (``exchange.export_deltas``).
+        encoding, checksum, with_first
+            Of delta directories.
+        """
+        located = self._catalog.resolve(first), self._catalog.resolve(last)
+        if format == "safetensors":
+            from dcr_store.exchange.folders import export_folders
+
+            return export_folders(self._catalog, *located, directory)
+        if format != "slime":
+            raise InvalidInputError("unknown format", key="format", expected="safetensors or slime", found=repr(format))
+        from dcr_store.exchange.export_deltas import export_deltas
+
+        return export_deltas(
+            self._catalog, *located, directory, encoding=encoding, checksum=checksum, with_first=with_first
+        )
+
+    def import_series(
+        self, directory: Url, line: str = "main", *, base: Url | None = None, at: int | None = None
+    ) -> Imported:
+        """Publish what a series of delta directories of slime, miles or SGLang has beyond the newest version of a line.
+
+        Parameters
+        ----------
+        directory : path
+            Holds ``weight_v000001``, …
+        base : path, optional
+            The checkpoint on which the first delta builds, where the line has no version yet.
+        at : int, optional
+            Which version of the series the newest version of the line is, where that was not imported.
+        """
+        from dcr_store.exchange.import_deltas import import_deltas
+
+        self._check_writable()
+        return import_deltas(self._catalog, self.begin, directory, check_line(line), base=base, at=at)
+
+    def detach(self) -> list[str]:
+        """Make this copy a store of its own, which can be published into; see ``exchange.detaching``."""
+        from dcr_store.exchange.detaching import detach
+
+        self._document.check_writable()
+        return detach(self._catalog)
+
+    def _info(self, located: Located) -> VersionInfo:
+        return info_of(self._catalog.complete(located), is_kept=not self._catalog.is_expired(located))
+
+    def _place(self) -> StorePlace:
+        from dcr_store.versions.places import StorePlace
+
+        url, options = self._opened or (self.url, None)
+        return StorePlace(os.fspath(url), options, self._catalog)
+
+    def _add_edge(
+        self, version: str, base: str | None, executor: Executor | None, owner: str | None, *, takeover: bool
+    ) -> EdgeInfo:
+        from dcr_store.maintain.edges import EdgeInfo, add_edge
+
+        self._check_writable()
+        goal = self._catalog.resolve(version)
+        start = None if base is None else self._catalog.resolve(base)
+        found = add_edge(self._place(), goal, start, executor=executor, owner=owner, takeover=takeover)
+        return EdgeInfo.of(goal, start, found)
+
     # ------------------------------------------------------------------ looking
 
     def lines(self) -> list[str]:
         """Return the names of the lines, sorted."""
         return self._catalog.lines()
 
-    def log(self, line: str = "main") -> list[VersionInfo]:
+    def log(self, line: str = "main", *, where: str | None = None, limit: int | None = None) -> list[VersionInfo]:
         """Return the versions of a line, oldest first; none for a store in which nothing has been published.
+
+        Parameters
+        ----------
+        where : str, optional
+            Which versions, by what the log tells of them: ``"step >= 100 and not reward < 0.5"``; see
+            ``history.where``.
+        limit : int, optional
+            At most so many, the newest.
+
+        Warns
+        -----
+        UserWarning
+            If `where` asks for a name that no version of the line has.
 
         Raises
         ------
         NotFoundError
             If there are other lines, but not this one.
+        InvalidInputError
+            If `where` is no filter, or `limit` no number of 1 or more.
         """
+        test = None
+        if where is not None:
+            from dcr_store.history.where import parse
+
+            test = parse(where)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise InvalidInputError("is no number of versions", key="limit", expected="1 or more", found=limit)
         log = self._catalog.log(line)
         if log.refresh().length == 0 and self.lines():
             self._catalog.fresh(line)
-        return [info_of(Located(line, log.complete(row))) for row in log.rows()]
+        newest_first = (self._info(Located(line, row)) for row in reversed(self._catalog.rows(line)))
+        if test is None:
+            return list(itertools.islice(newest_first, limit))[::-1]
+        once, again = itertools.tee(newest_first)  # metadata that are long are read from their record: once
+        found = list(itertools.islice(filter(test, once), limit))[::-1]
+        for doubt in test.doubts(line, again):
+            warnings.warn(doubt, stacklevel=2)
+        return found
 
     def show(self, version: str) -> VersionDetail:
-        """Return what a version consists of."""
-        located = self._catalog.resolve(version)
-        row = self._catalog.log(located.line).complete(located.row)
-        return detail_of(self._catalog, Located(located.line, row))
+        """Return what a version consists of; of one that has expired what the log and its layout tell."""
+        return detail_of(self._catalog, self._catalog.complete(self._catalog.resolve(version)))
 
     def read(
         self,
         version: str = "main",
-        tensors: Iterable[str] | None = None,
+        tensors: Iterable[str] | Mapping[str, Index | None] | None = None,
         *,
         framework: Literal["numpy", "torch"] = "numpy",
     ) -> dict[str, Any]:
-        """Return the tensors of a version, whole or by name; see ``history.read``."""
+        """Return the tensors of a version, whole, by name, or parts of them; see ``history.read``.
+
+        ``read("main@17", {"w": (slice(0, 64), ...)})`` fetches no more than the chunks that hold these rows.
+        """
         from dcr_store.history.read import read
 
         if framework not in ("numpy", "torch"):
             raise InvalidInputError("unknown framework", key="framework", expected="numpy or torch", found=framework)
-        if isinstance(tensors, str) or not (tensors is None or isinstance(tensors, Iterable)):
-            raise InvalidInputError(
-                "is no list of names", key="tensors", expected="names in a list", found=repr(tensors)
-            )
-        return read(self._catalog, self._catalog.resolve(version), tensors, framework)
+        named = None if tensors is None else _names(tensors)
+        return read(self._catalog, self._catalog.resolve(version), named, framework)
 
-    def diff(self, a: str, b: str) -> Diff:
-        """Compare two versions, tensor by tensor."""
+    def iter_states(
+        self,
+        line: str = "main",
+        start: int = 0,
+        stop: int | None = None,
+        step: int = 1,
+        *,
+        tensors: Mapping[str, Index | None] | None = None,
+        framework: Literal["numpy", "torch"] = "numpy",
+    ) -> Iterator[State]:
+        """Walk along a line, each version brought on from the one before; see ``history.walk``.
+
+        ``for info, tensors in store.iter_states("main", step=10, tensors={"w": (slice(0, 64), ...)}): …``
+        """
+        from dcr_store.history.walk import iter_states
+
+        return iter_states(self._catalog, line, start, stop, step, tensors, framework)
+
+    def diff(self, a: str, b: str, *, n_rows: int = 5, only_counts: bool = False) -> Diff:
+        """Compare two versions, tensor by tensor: how much changed, which way, how far; see ``history.changed``.
+
+        Parameters
+        ----------
+        a, b : str
+            The version before, and the one after; in any order, of any lines.
+        n_rows : int
+            How many of the rows that changed most to name of each tensor.
+        only_counts : bool
+            Do not look which way and how far values went: then neighbours are compared by the delta between them, and
+            no anchor is read.
+
+        Raises
+        ------
+        NotFoundError
+            If there is no such version, or it has expired.
+        IntegrityError
+            If the store does not hold what its digests say.
+        """
         from dcr_store.history.diff import diff
 
-        return diff(self._catalog, self._catalog.resolve(a), self._catalog.resolve(b))
+        located = self._catalog.resolve(a), self._catalog.resolve(b)
+        return diff(self._catalog, *located, n_rows=n_rows, only_counts=only_counts)
 
-    def verify(self, version: str | None = None, deep: bool = False) -> VerifyReport:
+    def blame(self, version: str, tensor: str, index: Index | None = None) -> Blame:
+        """Say for each row of a tensor, or of a part of it, which version changed it last; see ``history.blame``.
+
+        ``store.blame("main@17", "w", (slice(0, 64), ...))`` reads the deltas backwards until all rows are found.
+        """
+        from dcr_store.history.blame import blame
+
+        return blame(self._catalog, self._catalog.resolve(version), tensor, index)
+
+    def report(
+        self, start: str | None = None, stop: str = "main", *, n_looked_into: int = 120, n_measured: int = 8
+    ) -> Report:
+        """Tell what a line shows from one version to another: rates, bytes, metrics, layers; see ``report.gather``.
+
+        ``Path("report.html").write_text(store.report("main@100", "main@200").to_html())`` makes a page of it.
+        """
+        from dcr_store.report.gather import report
+
+        return report(self._catalog, start, stop, n_looked_into=n_looked_into, n_measured=n_measured)
+
+    def identify(self, path: Url, *, strict: bool = False) -> Identified:
+        """Say which version a directory of safetensors, or one such file, holds; see ``history.identify``.
+
+        Digests decide, or with `strict` every bit, compared with the version as it is read from the store.
+        """
+        from dcr_store.history.identify import identify
+
+        return identify(self._catalog, path, strict=strict)
+
+    def verify(
+        self,
+        version: str | None = None,
+        deep: bool = False,
+        *,
+        depth: Literal["log", "objects", "replay"] | None = None,
+        heads: Sequence[str] = (),
+        executor: Executor | None = None,
+        report: Url | None = None,
+    ) -> VerifyReport:
         """Check the store, or what one version needs; problems are listed, not raised.
 
         Parameters
@@ -577,11 +1068,39 @@ class Store:
         version : str, optional
             All lines and versions by default.
         deep : bool
-            Decode and replay every version too, and compare chunk digests and roots.
+            The depth ``replay``.
+        depth : {"log", "objects", "replay"}
+            ``log``: the logs and what is derived from them, groups, names, manifests. ``objects``, which is the
+            default: also every object by its SHA-256, and the roots. ``replay``: also the bits, chunk by chunk.
+        heads : sequence of str
+            Stamps ``line@number#root`` of versions that this store had once: without one of them it was set back, or
+            rewritten.
+        executor : Executor, optional
+            Any of ``concurrent.futures``, or of a cluster, whose tasks open the store themselves. By default a thread
+            of this process, and all cores in it.
+        report : path, optional
+            A file for what was found, in JSON. A run that is stopped leaves there what it found sound, and the same
+            call goes on from it.
+
+        Raises
+        ------
+        NotFoundError
+            If there is no such version, or it has expired.
+        InvalidInputError
+            If an argument cannot be used, or the file is the report of something else.
         """
+        from dcr_store.history.report_file import ReportFile, scope_of
         from dcr_store.history.verify import verify
 
-        return verify(self._catalog, version, deep=deep)
+        if deep and depth not in (None, "replay"):
+            raise InvalidInputError("deep is a depth of its own", key="depth", expected="replay", found=depth)
+        chosen, file = "replay" if deep else depth or "objects", None
+        if report is not None:
+            trusted = self._catalog.signing.trusted
+            keys = None if trusted is None else trusted.public_keys
+            scope = scope_of(self.url, self.store_id, self._catalog.store_sha256, chosen, version, heads, keys)
+            file = ReportFile(report, scope)
+        return verify(self._place(), version, depth=chosen, heads=heads, executor=executor, report_file=file)
 
     def compare_directory(self, version: str, directory: Url) -> VerifyReport:
         """Compare a directory with a version, bit for bit; reads only."""
@@ -593,30 +1112,61 @@ class Store:
 
     @overload
     def checkout(
-        self, version: str, directory: Url, *, force: bool = False, format: Literal["published"] = "published"
+        self,
+        version: str,
+        directory: Url,
+        *,
+        force: bool = False,
+        format: Literal["published"] = "published",
+        tensors: None = None,
     ) -> PullResult: ...
     @overload
-    def checkout(self, version: str, directory: Url, *, force: bool = False, format: Literal["dcp"]) -> DcpResult: ...
+    def checkout(self, version: str, directory: Url, *, force: bool = False, format: Literal["dcp"]) -> Written: ...
+    @overload
     def checkout(
-        self, version: str, directory: Url, *, force: bool = False, format: str = "published"
-    ) -> PullResult | DcpResult:
-        """Write a version's checkpoint into a directory.
+        self,
+        version: str,
+        directory: Url,
+        *,
+        force: bool = False,
+        tensors: Iterable[str] | Mapping[str, Index | None],
+    ) -> Written: ...
+    def checkout(
+        self,
+        version: str,
+        directory: Url,
+        *,
+        force: bool = False,
+        format: str = "published",
+        tensors: Iterable[str] | Mapping[str, Index | None] | None = None,
+    ) -> PullResult | Written:
+        """Write a version's checkpoint, or some of its tensors, into a directory.
 
         Parameters
         ----------
         force : bool
-            Also where the directory holds something that no version accounts for; of ``dcp``, where a distributed
-            checkpoint is, which is replaced.
+            Also where the directory holds something that no version accounts for; of ``dcp`` and `tensors`, where a
+            checkout of the same kind is, which is replaced.
         format : {"published", "dcp"}
             Byte for byte as it was published (see ``pull``), or a folder that ``torch.distributed.checkpoint`` loads,
             in which tied names are tensors of their own; that needs torch.
+        tensors : iterable of str, or mapping of str to index, optional
+            Only these, or these parts of them, as ``model.safetensors`` in a new directory; see
+            ``history.checkout_tensors``. No more is fetched than the chunks that hold them.
         """
+        if format not in ("published", "dcp"):
+            raise InvalidInputError("unknown format", key="format", expected="published or dcp", found=repr(format))
+        if tensors is not None:
+            from dcr_store.history.checkout_tensors import checkout_tensors
+
+            if format != "published":
+                raise InvalidInputError("is for whole versions", key="format", expected="no tensors", found=format)
+            located = self._catalog.resolve(version)
+            return checkout_tensors(self._catalog, located, directory, _names(tensors), force=force)
         if format == "dcp":
             from dcr_store.history.checkout_dcp import checkout_dcp
 
             return checkout_dcp(self._catalog, self._catalog.resolve(version), directory, force=force)
-        if format != "published":
-            raise InvalidInputError("unknown format", key="format", expected="published or dcp", found=repr(format))
         return self.pull(directory, version, force=force)
 
     @overload
@@ -749,9 +1299,7 @@ class Store:
         from dcr_store.receive.receiver import open_receiver
 
         return open_receiver(
-            self._objects,
-            self._document,
-            self._catalog.store_sha256,
+            self._catalog,
             target,
             group=group,
             name=name,
@@ -846,7 +1394,10 @@ class Store:
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
-        """Wait until the baselines of what was committed have advanced; remove temporary ones.
+        """Wait until the baselines of what was committed have advanced; remove temporary ones, unlock the others.
+
+        The store may be used afterwards: what it needs is made anew, the baseline read from the store again, and to be
+        closed again. Transactions that are open are not ended; end them before.
 
         Raises
         ------
@@ -857,6 +1408,9 @@ class Store:
         with self._lock:
             kept, self._baselines = self._baselines, {}
             used = list(self._used)
+            of_slices, self._slice_baselines = self._slice_baselines, {}
+        for held in of_slices.values():
+            held.memory.close()
         for baseline in kept.values():
             baseline.close()
         with contextlib.ExitStack() as stack:
@@ -872,35 +1426,8 @@ class Store:
         self.close()
 
 
-def _told(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metadata as it will come back; ``InvalidInputError`` names the key whose value cannot."""
-    try:
-        data = canonical.encode(dict(metadata), canonical.MAX_METADATA_DEPTH)
-    except InvalidInputError as error:
-        for name, value in metadata.items():
-            try:
-                canonical.encode({name: value}, canonical.MAX_METADATA_DEPTH)
-            except InvalidInputError as its:
-                raise InvalidInputError(str(its.args[0]), key=f"metadata {name!r:.80}") from error
-        raise
-    told: dict[str, Any] = canonical.decode(data, "metadata")
-    return told
-
-
-def _check_base(state: LineState, base: str | None) -> None:
-    """Refuse to begin on a head other than `base`."""
-    if base is None:
-        return
-    ref, head = VersionRef.parse(base), state.head
-    is_head = head is not None and (
-        (ref.number is not None and (ref.line, ref.number) == (state.line, head.version))
-        or (ref.root_prefix is not None and head.root.startswith(ref.root_prefix))
-        or (ref.number is None and ref.line == state.line)
-    )
-    if not is_head:
-        raise ConflictError(
-            f"the head of line {state.line} is not the base you named; look at what was published and begin again",
-            key=state.line,
-            expected=base,
-            found="no version" if head is None else f"{version_name(state.line, head.version)} {head.root[:16]}",
-        )
+def _names(tensors: Iterable[str] | Mapping[str, Index | None]) -> Iterable[str] | Mapping[str, Index | None]:
+    """Return names, or names with indices, as given; ``InvalidInputError`` if they are none, as one name is."""
+    if isinstance(tensors, str) or not isinstance(tensors, Iterable):
+        raise InvalidInputError("is no list of names", key="tensors", expected="names in a list", found=repr(tensors))
+    return tensors

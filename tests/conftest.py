@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from servers import SeaweedS3
 from states import real_snapshots, series, write_hf
+
+# How long an example takes says how loaded the machine is.
+hypothesis.settings.register_profile("dcr", deadline=None)
+hypothesis.settings.load_profile("dcr")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Lengths of what can be run for as long as one likes."""
     group = parser.getgroup("dcr_store")
     group.addoption("--seeds", type=int, default=20_000, help="how many seeds tests/sim runs")
+    group.addoption("--soak-seconds", type=float, default=20, help="how long tests/faults/test_soak.py lives")
     group.addoption("--first-seed", type=int, default=0, help="the first of them")
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is there by now, torch and all tests, out of later collections of garbage: it takes long to walk."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,24 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from dcr_store.format.documents import Counts, ObjectRef
+from dcr_store.format.documents import Base, Counts, ObjectRef
 from dcr_store.format.names import STORE_KEY, record_key
-from dcr_store.format.records import Abort, Begin, Commit, Record, Resume
+from dcr_store.format.ranges import Ranges
+from dcr_store.format.records import (
+    Abort,
+    Anchor,
+    Begin,
+    Commit,
+    Expire,
+    Fold,
+    Fork,
+    Gc,
+    Intent,
+    Origin,
+    Record,
+    Resume,
+)
+from dcr_store.format.rows import VersionRow
 from dcr_store.log import fold
 from dcr_store.log.fold import LineState
 
@@ -82,6 +97,57 @@ def resume(state: LineState, **changed: Any) -> Resume:
 def abort(state: LineState, **changed: Any) -> Abort:
     """Return the abort that is legal in `state`, with fields changed."""
     return Abort(**{**common(state), "reason": "why not", **changed})
+
+
+def intent(state: LineState, purpose: str = "anchor", versions: Ranges | None = None, **changed: Any) -> Intent:
+    """Return an intent about version 0, with fields changed."""
+    wanted = Ranges.of([0]) if versions is None else versions
+    fields = {**common(state), "txid": digits(f"work{state.length}", 32), "owner": "me"}
+    return Intent(**{**fields, "purpose": purpose, "versions": wanted, "base": None, **changed})
+
+
+def edge(state: LineState, **changed: Any) -> Anchor | Fold:
+    """Return the anchor or fold that the last intent of `state` speaks of, with fields changed."""
+    work = state.history.works[-1]
+    number = next(iter(work.versions))
+    fields = {
+        **common(state, work.txid),
+        "attempt": work.attempt,
+        "version": number,
+        "root": digits(f"{state.line}@{number}", 64),
+        "base": work.base,
+        "manifest": ObjectRef(f"e/{work.txid}", digits(work.txid, 64), 9),
+        "counts": COUNTS,
+    }
+    return (Anchor if work.base is None else Fold)(**{**fields, **changed})
+
+
+def expire(state: LineState, **changed: Any) -> Expire:
+    """Return the expiry of what the last intent of `state` names, with fields changed."""
+    work = state.history.works[-1]
+    fields = {**common(state, work.txid), "versions": work.versions, "deltas": Ranges(), "edges": ()}
+    return Expire(**{**fields, **changed})
+
+
+def _without_txid(state: LineState) -> dict[str, Any]:
+    return {name: value for name, value in common(state).items() if name != "txid"}
+
+
+def gc(state: LineState, **changed: Any) -> Gc:
+    """Return a mark of time, with fields changed."""
+    return Gc(**{**_without_txid(state), "grace_s": 60, **changed})
+
+
+def fork(state: LineState, number: int = 0, **changed: Any) -> Fork:
+    """Return the fork of a version, with fields changed."""
+    version = Base(f"{state.line}@{number}", digits(f"{state.line}@{number}", 64))
+    return Fork(**{**_without_txid(state), "child": "exp", "version": version, **changed})
+
+
+def origin(state: LineState, row: VersionRow, **changed: Any) -> Origin:
+    """Return the first record of a line that goes on from a version of ``main``, with fields changed."""
+    fields = {**_without_txid(state), "parent": "main", "fork_seq": 9, "fork_sha256": digits("fork", 64), "row": row}
+    return Origin(**{**fields, **changed})
 
 
 def apply(state: LineState, *makers: Any) -> LineState:

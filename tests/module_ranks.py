@@ -6,6 +6,7 @@ while every collective raises; and writes down what it was answered.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -150,6 +151,8 @@ def publish(case: str, rank: int, n_ranks: int, url: str, first: int, last: int,
 def main(cases: str, n_ranks: int, url: str, first: int, last: int, folder: Path) -> int:
     """Fork the ranks, so that torch is imported once. Several cases, separated by commas, publish to URL-CASE."""
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what the ranks share stays shared
     children = []
     for rank in range(n_ranks):
         child = os.fork()

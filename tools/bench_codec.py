@@ -58,10 +58,14 @@ def step(rng: np.random.Generator, base: U16, rate: float) -> U16:
         chances = np.minimum(0.9, factor * np.exp2(127.0 - np.arange(256)))
         low, high = (factor, high) if chances @ counts < rate * n else (low, factor)
     chance = chances.astype(np.float32)[exponent] * trained
-    units = np.minimum(rng.geometric(0.9, n), 40).astype(np.int32) * rng.choice(np.array([-1, 1], np.int32), n)
-    stepped = np.where(rng.random(n) < chance, base.astype(np.int32) + units, base.astype(np.int32))
-    crossed = (stepped ^ base) & 0x8000 != 0  # through zero: the sign flips, the magnitude starts again
-    return np.where(crossed, base ^ 0x8000, stepped).astype(np.uint16)
+    hit = np.flatnonzero(rng.random(n, np.float32) < chance)
+    units = np.minimum(rng.geometric(0.9, len(hit)), 40).astype(np.int32)
+    old = base[hit].astype(np.int32)
+    moved = old + units * rng.choice(np.array([-1, 1], np.int32), len(hit))
+    crossed = (moved ^ old) & 0x8000 != 0  # through zero: the sign flips, the magnitude starts again
+    stepped = base.copy()
+    stepped[hit] = np.where(crossed, old ^ 0x8000, moved)
+    return stepped
 
 
 def uniform(rng: np.random.Generator, base: U16, rate: float) -> U16:

@@ -38,6 +38,7 @@ os.environ.setdefault("BOTO_DISABLE_CRT", "true")  # whose signer makes the uplo
 
 import numpy as np
 from bench_store import MIB, Report, made, tensors_of
+from line_child import LineChild
 from shaped_link import ShapedLink
 
 import dcr_store
@@ -79,33 +80,6 @@ class Timed:
 
 
 # ---------------------------------------------------------------------- receivers
-
-
-class Receiver:
-    """A receiver in a process of its own: takes JSON lines, answers each with one."""
-
-    def __init__(self, index: int, options: dict[str, Any], environment: dict[str, str]) -> None:
-        command = [sys.executable, __file__, "--child", json.dumps({"index": index, **options})]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
-        )
-
-    def tell(self, **what: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("a receiver ended early")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate(timeout=10)
 
 
 def client(endpoint_url: str) -> Any:
@@ -196,7 +170,7 @@ def child(options: dict[str, Any]) -> None:
         receiver.close()
 
 
-def require_digest(receivers: list[Receiver], expected: int) -> None:
+def require_digest(receivers: list[LineChild], expected: int) -> None:
     """Refuse a run whose receivers do not have the right bits in the end."""
     for index, receiver in enumerate(receivers):
         receiver.tell(do="digest")
@@ -208,7 +182,7 @@ def require_digest(receivers: list[Receiver], expected: int) -> None:
 
 
 def by_shards(
-    receivers: list[Receiver],
+    receivers: list[LineChild],
     put: Callable[[str, bytes], None],
     parts: list[U8],
     *,
@@ -248,7 +222,7 @@ def by_shards(
     return Timed(ended_s - begun_s, nbytes, {"encode + upload": uploaded_s - begun_s, "rest": ended_s - uploaded_s})
 
 
-def by_store(store: dcr_store.Store, receivers: list[Receiver], state: dict[str, Any], number: int) -> Timed:
+def by_store(store: dcr_store.Store, receivers: list[LineChild], state: dict[str, Any], number: int) -> Timed:
     """Publish a version and wait for all receivers."""
     for receiver in receivers:
         receiver.tell(do="follow", version=f"main@{number}", ready=True)
@@ -266,8 +240,8 @@ def by_store(store: dcr_store.Store, receivers: list[Receiver], state: dict[str,
 
 
 @contextlib.contextmanager
-def running(n: int, options: Callable[[int], dict[str, Any]], environment: dict[str, str]) -> Iterator[list[Receiver]]:
-    receivers = [Receiver(index, options(index), environment) for index in range(n)]
+def running(n: int, options: Callable[[int], dict[str, Any]], environment: dict[str, str]) -> Iterator[list[LineChild]]:
+    receivers = [LineChild(__file__, {"index": index, **options(index)}, environment) for index in range(n)]
     try:
         yield receivers
     finally:

@@ -15,16 +15,20 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 
 def main(directory: Path) -> None:
     sys.path.insert(0, str(TESTS))
-    from golden.history import make, to_json
+    from golden import history, maintained, several
 
-    stores, expected = make()
+    stores, expected = history.make()
+    stores[several.STORE], expected_of_several = several.make()
+    stores[maintained.STORE], expected_of_maintained = maintained.make()
     for name, files in stores.items():
         shutil.rmtree(directory / name, ignore_errors=True)
         for key, data in files.items():
             (directory / name / key).parent.mkdir(parents=True, exist_ok=True)
             (directory / name / key).write_bytes(data)
         print(f"{directory / name}: {len(files)} files, {sum(map(len, files.values()))} bytes")
-    (directory / "expected.json").write_bytes(to_json(expected))
+    (directory / "expected.json").write_bytes(history.to_json(expected))
+    (directory / "expected-writers.json").write_bytes(history.to_json(expected_of_several))
+    (directory / "expected-history.json").write_bytes(history.to_json(expected_of_maintained))
 
 
 if __name__ == "__main__":

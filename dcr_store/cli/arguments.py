@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dcr_store.errors import InvalidInputError, NotFoundError
 from dcr_store.format.names import VERSION, VersionRef, check_group, check_line, check_member
+from dcr_store.layout.selection import Index, parse
 from dcr_store.objects.urls import SCHEME, check_url, takes_options
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 Verbs = Any  # argparse's own type of sub-parsers is private
 STORE_VARIABLE: Final = "DCR_STORE"
+SIGN_KEY_VARIABLE: Final = "DCR_SIGN_KEY"
+TRUST_VARIABLE: Final = "DCR_TRUST"
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _MAX_DIGITS: Final = 1000
 _NOT_FINITE: Final = re.compile(r"[+-]?(NaN|nan|NAN|Infinity|infinity|Inf|inf|INF)")
@@ -137,6 +140,17 @@ member_name = checked(check_member)
 version_ref = checked(VersionRef.parse)
 
 
+def tensor_part(text: str) -> tuple[str, Index | None]:
+    """Return name and index of ``NAME`` or ``NAME[0:64, ...]``; an argument type."""
+    try:
+        name, index = parse(text)
+    except InvalidInputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not name:
+        raise argparse.ArgumentTypeError("expected the name of a tensor, found nothing")
+    return name, index
+
+
 def line_version(text: str) -> str:
     """Return the text if it is LINE@NUMBER; an argument type."""
     if VERSION.fullmatch(text) is None:
@@ -235,8 +249,13 @@ def storage_options(arguments: argparse.Namespace) -> dict[str, object] | None:
     return options or None
 
 
-def open_store(arguments: argparse.Namespace) -> Store:
-    """Open the store that the arguments name.
+def open_store(arguments: argparse.Namespace, *, signs: bool = True) -> Store:
+    """Open the store that the arguments name, with the keys that the environment does, or ``--trust``.
+
+    Parameters
+    ----------
+    signs : bool
+        Whether the verb writes records, perhaps; otherwise the key to sign with is none of its business.
 
     Raises
     ------
@@ -248,7 +267,12 @@ def open_store(arguments: argparse.Namespace) -> Store:
     import dcr_store
 
     try:
-        return dcr_store.open(arguments.store, storage_options=storage_options(arguments))
+        return dcr_store.open(
+            arguments.store,
+            storage_options=storage_options(arguments),
+            sign_with=(os.environ.get(SIGN_KEY_VARIABLE) or None) if signs else None,
+            trust=getattr(arguments, "trust", None) or os.environ.get(TRUST_VARIABLE) or None,
+        )
     except NotFoundError as error:
         # Of a long or strange name os.path says no where Path raises.
         if SCHEME.match(arguments.store) is None and os.path.isfile(arguments.store):  # noqa: PTH113

@@ -14,9 +14,7 @@ from dcr_store.cli import render
 from dcr_store.cli.arguments import (
     UsageError,
     Verbs,
-    add_json,
     add_mode,
-    add_store,
     checked,
     directory_name,
     group_name,
@@ -28,6 +26,7 @@ from dcr_store.cli.arguments import (
     open_store,
 )
 from dcr_store.cli.output import json_to_stdout, one_line, to_stderr, to_stdout
+from dcr_store.cli.verbs import add_verb
 from dcr_store.errors import NotFoundError
 from dcr_store.format.names import version_number
 
@@ -40,8 +39,10 @@ if TYPE_CHECKING:
 
 def register(verbs: Verbs) -> None:
     """Add the verb."""
-    parser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "follow",
+        follow,
         help="keep a directory at the newest version",
         description=(
             "Keep a directory at the newest version of a line, or at the version that a group decides. What a version "
@@ -50,7 +51,6 @@ def register(verbs: Verbs) -> None:
             "by the shell with DCR_VERSION, DCR_ROOT, DCR_DIRECTORY and DCR_PREVIOUS in their environment."
         ),
     )
-    add_store(parser)
     parser.add_argument(
         "directory", metavar="DIR", type=directory_name, help="directory of the checkpoint; created if there is none"
     )
@@ -105,8 +105,6 @@ def register(verbs: Verbs) -> None:
         default=[],
         help="a command to run when the directory holds a version, after the engines; again if it fails (repeatable)",
     )
-    add_json(parser)
-    parser.set_defaults(run=follow)
 
 
 def _check_engine(text: str) -> None:

@@ -20,7 +20,7 @@ from dcr_store.cli.arguments import (
     open_store,
     version_ref,
 )
-from dcr_store.cli.output import json_to_stdout, to_stdout
+from dcr_store.cli.verbs import add_verb, answer
 
 if TYPE_CHECKING:
     from dcr_store.receive.status import GroupStatus
@@ -31,17 +31,16 @@ Act = Callable[["Store", argparse.Namespace], "GroupStatus"]
 
 def register(verbs: Verbs) -> None:
     """Add the verbs of this group."""
-    parser = verbs.add_parser(
+    add_verb(
+        verbs,
         "status",
+        status,
         help="show where all lines and groups are",
         description=(
             "Show the head of each line, and of each group its active version, how far that is behind, what the next "
             "promotion waits for, and what each member is doing, as its acknowledgements say."
         ),
     )
-    add_store(parser)
-    add_json(parser)
-    parser.set_defaults(run=status)
 
     parser = verbs.add_parser(
         "group",
@@ -141,10 +140,7 @@ def _act(
             check(arguments)
         with open_store(arguments) as store:
             found = act(store, arguments)
-        if arguments.json:
-            json_to_stdout(found.to_json())
-        else:
-            to_stdout(render_groups.group(found))
+        answer(arguments, found, render_groups.group)
         return 0
 
     parser: argparse.ArgumentParser = acts.add_parser(name, help=summary, description=description)
@@ -184,8 +180,5 @@ def status(arguments: argparse.Namespace) -> int:
     """Show where all lines and groups are."""
     with open_store(arguments) as store:
         found = store.status()
-    if arguments.json:
-        json_to_stdout(found.to_json())
-    else:
-        to_stdout(render_groups.status(found))
+    answer(arguments, found, render_groups.status)
     return 0

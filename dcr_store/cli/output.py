@@ -10,23 +10,15 @@ import json
 import os
 import re
 import sys
-from typing import Final, TextIO
+from typing import TextIO
 
 from dcr_store.errors import StorageError
-
-# C0 but the newline, DEL, C1, line separators, the marks that reorder what is shown, surrogates.
-_UNPRINTABLE: Final = re.compile(
-    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+from dcr_store.wording import escape as escape
+from dcr_store.wording import escape_unprintable
 
 
 class OutputClosedError(Exception):
     """Whoever read our standard output is gone; there is nobody left to tell."""
-
-
-def escape(text: str) -> str:
-    r"""Return `text` on one line, with control and reordering characters written as ``\n``, ``\x1b``, ``\u202e``."""
-    return _escape_unprintable(text).replace("\n", "\\n")
 
 
 def one_line(text: str) -> str:
@@ -36,7 +28,7 @@ def one_line(text: str) -> str:
 
 def to_stdout(text: str) -> None:
     """Write `text` and a newline; newlines inside are kept, everything else unprintable is escaped."""
-    _write(sys.stdout, _escape_unprintable(text) + "\n")
+    _write(sys.stdout, escape_unprintable(text) + "\n")
 
 
 def json_to_stdout(document: object) -> None:
@@ -51,10 +43,6 @@ def to_stderr(line: str) -> None:
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):
         pass
-
-
-def _escape_unprintable(text: str) -> str:
-    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def _encodable(text: str, stream: TextIO) -> str:

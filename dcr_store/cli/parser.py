@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from dcr_store import __version__
-from dcr_store.cli import checking, demonstrating, following, grouping, publishing, reading, receiving, relaying
+from dcr_store.cli import (
+    auditing,
+    checking,
+    demonstrating,
+    exchanging,
+    following,
+    grouping,
+    keeping,
+    publishing,
+    reading,
+    receiving,
+    relaying,
+    reporting,
+)
 from dcr_store.cli.arguments import Verbs
 from dcr_store.cli.output import to_stderr, to_stdout
+
+_GROUPS: Final = (
+    publishing,
+    reading,
+    auditing,
+    reporting,
+    receiving,
+    following,
+    grouping,
+    relaying,
+    checking,
+    keeping,
+    exchanging,
+    demonstrating,
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,11 +67,12 @@ def build() -> Parser:
         epilog=(
             "STORE is a path, a URL (s3://bucket/prefix, http://host:port of a relay), several URLs of one store\n"
             "separated by commas, or - for the environment variable DCR_STORE.\n"
-            "VERSION is LINE@NUMBER (main@3), LINE (its newest version), or the first digits of a state root."
+            "VERSION is LINE@NUMBER (main@3), LINE@TAG, LINE (its newest version), LINE@NUMBER#ROOT (the stamp of a\n"
+            "rollout), or a state root; of a root, the first 8 digits at least."
         ),
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of dcr_store")
     verbs: Verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs", parser_class=Parser)
-    for group in (publishing, reading, receiving, following, grouping, relaying, checking, demonstrating):
+    for group in _GROUPS:
         group.register(verbs)
     return parser

@@ -6,15 +6,13 @@ import argparse
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcr_store.cli import progress, render
 from dcr_store.cli.arguments import (
     Pairs,
     UsageError,
     Verbs,
-    add_json,
-    add_store,
     directory_name,
     group_names,
     line_name,
@@ -25,6 +23,7 @@ from dcr_store.cli.arguments import (
     storage_options,
 )
 from dcr_store.cli.output import json_to_stdout, to_stdout
+from dcr_store.cli.verbs import add_verb
 from dcr_store.errors import ConflictError, LagError, NotFoundError
 
 if TYPE_CHECKING:
@@ -35,12 +34,13 @@ if TYPE_CHECKING:
 
 def register(verbs: Verbs) -> None:
     """Add the verbs of this group."""
-    parser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "init",
+        init,
         help="create a store",
         description="Create an empty store. Refuses a place where one is, and storage that cannot do put-if-absent.",
     )
-    add_store(parser)
     parser.add_argument(
         "--codec",
         choices=("dcr.delta", "portable"),
@@ -54,16 +54,15 @@ def register(verbs: Verbs) -> None:
         metavar="N",
         help="elements in a chunk, a power of two from 64 to 16777216 (default 1048576)",
     )
-    add_json(parser)
-    parser.set_defaults(run=init)
 
-    parser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "publish",
+        publish,
         help="publish a checkpoint as the next version of a line",
         description="Publish a checkpoint (a directory of safetensors files, or a torch distributed checkpoint) as the "
         "next version of a line.",
     )
-    add_store(parser)
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
@@ -111,8 +110,6 @@ def register(verbs: Verbs) -> None:
     parser.add_argument(
         "--ahead-of", metavar="G,G", type=group_names, help="groups for --max-ahead (default: those of --wait-for)"
     )
-    add_json(parser)
-    parser.set_defaults(run=publish)
 
 
 def _chunk_elements(text: str) -> int:
@@ -126,7 +123,7 @@ def init(arguments: argparse.Namespace) -> int:
     """Create a store."""
     import dcr_store
 
-    options: dict[str, int] = {}
+    options: dict[str, Any] = {}
     if arguments.chunk_elements is not None:
         options["chunk_elements"] = arguments.chunk_elements
     store = dcr_store.create(

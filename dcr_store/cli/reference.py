@@ -19,16 +19,19 @@ Generated from the parser by `python -m dcr_store.cli.reference`; a test keeps i
 
 - `STORE` is a path, a URL (`s3://bucket/prefix`, `http://host:port` of a relay), several URLs of one store separated by
   commas, or `-` for the environment variable `DCR_STORE`.
-- `VERSION` is `LINE@NUMBER` (`main@3`), `LINE` (its newest version), or at least 8 digits of a state root.
+- `VERSION` is `LINE@NUMBER` (`main@3`), `LINE@TAG` (`main@best`), `LINE` (its newest version), `LINE@NUMBER#ROOT` (the
+  stamp of a rollout), or a state root; of a root, the first 8 digits at least.
 - With `--json` a verb prints one JSON document on standard output, on one line, in ASCII; versions are texts like
   `main@3`, sizes are bytes.
 - Progress appears on standard error, and only if that is a terminal. Warnings are lines there: `dcr: warning: …`.
+- `DCR_SIGN_KEY` names the file of the key that signs the log records which a verb writes, `DCR_TRUST` the file of the
+  public keys of which one has to have signed each record that it reads ([signing](verify.md#signing)).
 - `DCR_DEBUG=1` adds the traceback to an error. `dcr --version` prints the version. `python -m dcr_store` is `dcr`.
 
 | exit code | meaning |
 |---|---|
 | 0 | done |
-| 1 | refused or failed, with one line `dcr: …` on standard error; or `verify` found problems |
+| 1 | refused or failed, with one line `dcr: …` on standard error; or `verify` found problems, `identify` none |
 | 2 | the command line is wrong |
 | 130 | interrupted |
 | 141 | whoever read the output closed it |
@@ -41,7 +44,7 @@ Generated from the parser by `python -m dcr_store.cli.reference`; a test keeps i
 
 _VERSION = (
     "A *version* is `version`, `base` (null if it is stored whole), `root`, `created_at`, `changed`, `elements`, "
-    "`nbytes`, `metadata` (an object), `message` (or null).\n"
+    "`nbytes`, `metadata` (an object), `message` (or null), `kept` (false once it has expired).\n"
 )
 
 _DOCUMENTS = {
@@ -54,11 +57,36 @@ _DOCUMENTS = {
     ),
     "`diff`": (
         "`a`, `b`, `changed`, `elements`, `tensors`: a list of `name`, `status` (changed, same, added, removed or "
-        "altered), `dtype`, `shape`, `elements`, `changed`, `rate`, `largest_ulp` (or null), `nbytes`"
+        "altered), `dtype`, `shape`, `elements`, `changed`, `rate`, `nbytes`, `up` and `down` (values), `largest_ulp`, "
+        "`steps` (how many changes were from 2^k up to below 2^(k+1) units in the last place), these four null where "
+        "they were not measured, `rows_changed` (or null), `top_rows` (a list of `row`, `changed`); with `--by module` "
+        "`modules` instead: a list of `name`, `n_tensors`, `n_changed` (tensors), `elements`, `changed`, `rate`, "
+        "`nbytes`, `up`, `down`, `largest_ulp`, `steps`"
+    ),
+    "`blame`": (
+        "`version`, `tensor`, `n_rows`, `runs`: a list of `start`, `stop`, `step` (rows), `version`, `exact` (false: "
+        "at or before it), `kept` (false once it has expired)"
+    ),
+    "`report`": (
+        "`store`, `line`, `from`, `to` (versions), `made_at`, `begun_at`, `ended_at` (times), `state_nbytes` (of the "
+        "last version), `columns`: a list of `first`, `last` (numbers of versions, which share a column), `n_whole` "
+        "(stored whole; what follows is of the others), `n_expired`, `changed`, `elements`, `rate`, `lowest_rate`, "
+        "`highest_rate`, `nbytes`, `state_nbytes`, `ratio`, `whole_nbytes` (of those stored whole), `dense_nbytes` (of "
+        "all states), `metrics`: a list of `name`, `columns` (each null or `n`, `mean`, `lowest`, `highest`), "
+        "`n_metrics`, `looked_into` (numbers of versions), `layers`: a list of `name`, `n_layers`, `n_tensors`, "
+        "`changed`, `elements`, `rate`, `rates` (by column, or null), `moved`: a list of `version`, `up`, `down`, "
+        "`largest_ulp`, `steps` (as of `diff`), `largest` and `slowest`: lists of `version`, `writer`, `array`, "
+        "`index`, `nbytes`, `seconds` (or null), `n_tensors`, `first`, `last` (tensors), `groups`: as of `status`"
+    ),
+    "`identify`": (
+        "`path`, `version` (that it holds, or the nearest, or null), `exact`, `proven` (each bit was compared), `root` "
+        "(or null), `versions` (that have these weights), `expired` (those of them that are not kept), `chunks_equal`, "
+        "`n_chunks`, `tensors`: a list of `name`, `status` (differs, missing, altered or extra), `differing`, "
+        "`elements`"
     ),
     "`checkout`, `pull`": (
         "`version`, `root`, `previous` (a version or null), `nbytes_fetched`, `chunks_written`, `chunks_healed`, "
-        "`seconds`; with `--format dcp`: `version`, `root`, `n_tensors`, `nbytes`, `seconds`"
+        "`seconds`; with `--format dcp` or `--tensor`: `version`, `root`, `n_tensors`, `nbytes`, `seconds`"
     ),
     "`follow`": (
         "one document for each version applied: `version`, `root`, `previous` (a version or null), `nbytes_spooled` "
@@ -73,9 +101,34 @@ _DOCUMENTS = {
         "`lines` (a list of `line`, `head`, `root`, `created_at`, `open`, `owner`; null where there is none), `groups` "
         "(a list of *groups*)"
     ),
+    "`anchor`, `fold`": "`version`, `base` (null for an anchor), `nbytes`; `version` alone, null, if none is due",
+    "`expire`": (
+        "`line`, `versions` (that expire), `anchors` (versions), `folds` (pairs of versions), `freed_nbytes`, "
+        "`kept_for` (why, by version)"
+    ),
+    "`gc`": "`keys` (deleted), `nbytes`, `n_waiting`, `waiting_nbytes`, `unknown` (keys)",
+    "`tag`, `pin`": (
+        "`format`, `name`, `version`, `root`, `message` (or null), `created_at`, and of a pin `until` (or null); "
+        "without VERSION `tags` or `pins`, a list of these; with `--delete` `deleted`"
+    ),
+    "`fork`": "`version`: the first one, by its name on the new line",
     "`verify`": (
         "`ok`, `problems` (a list of `key`, `what`, `expected`, `found`), `n_objects`, `nbytes`, `versions`, "
         "`unreferenced` (keys)"
+    ),
+    "`copy`": (
+        "`lines`: a list of `line`, `head`, `first` (versions of the copy, or null), `n_records`, `n_versions` (that "
+        "were copied); `n_objects`, `nbytes` (transferred), `n_tags`, `repaired`: null, with `--repair` `n_compared`, "
+        "`nbytes_compared`, `keys` (of what was put again)"
+    ),
+    "`detach`": "`lines` (that go on here)",
+    "`export`": (
+        "`directory`, `written`, `found` (there already), `left_out` (expired), three lists of versions, `nbytes`"
+    ),
+    "`import`": "`line`, `versions`: a list of `version`, `from` (its directory)",
+    "`demo`": (
+        "`store`, `seconds`, `equal`, `versions` (a list of what the table says, in full), `drills` (what was killed "
+        "and cut off), `next` (commands)"
     ),
 }
 
@@ -116,15 +169,17 @@ def _verb(name: str, parser: argparse.ArgumentParser, before: str = "") -> list[
 
 def _usage(action: argparse.Action) -> str:
     optional = not action.required if action.option_strings else action.nargs in ("?", "*")
-    return f"[{_shown(action)}]" if optional else _shown(action)
+    shown = _shown(action, "|")
+    return f"[{shown}]" if optional else shown
 
 
-def _shown(action: argparse.Action) -> str:
-    """The option with its value's name, or the name of the positional."""
+def _shown(action: argparse.Action, between: str = ", ") -> str:
+    """The option, by all its names, with its value's name, or the name of the positional."""
     value = str(action.metavar)
     if not action.option_strings:
         return f"{value} …" if action.nargs == "*" else value
-    return action.option_strings[-1] if action.nargs == 0 else f"{action.option_strings[-1]} {value}"
+    names = between.join(action.option_strings)
+    return names if action.nargs == 0 else f"{names} {value}"
 
 
 def _cell(text: str) -> str:

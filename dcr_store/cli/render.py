@@ -1,5 +1,6 @@
 """Facts about versions as plain text for people: aligned tables, human units. Pure; never colours, never truncates.
 
+Entries that are left out for one reason are counted where they are many.
 Names and messages come from strangers: each is escaped before it meets a terminal.
 """
 
@@ -10,57 +11,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from dcr_store.cli.output import escape
+from dcr_store.wording import count as count
+from dcr_store.wording import nbytes as nbytes
+from dcr_store.wording import percent as percent
+from dcr_store.wording import some as some
+from dcr_store.wording import when as when
 
 if TYPE_CHECKING:
-    from dcr_store.history.checkout_dcp import DcpResult
-    from dcr_store.history.diff import Diff
     from dcr_store.history.report import VerifyReport
+    from dcr_store.history.written import Written
     from dcr_store.receive.copying import CopyResult
     from dcr_store.receive.pull import PullResult
     from dcr_store.receive.results import Applied
     from dcr_store.versions.info import VersionDetail, VersionInfo
 
 ROOT_DIGITS: Final = 12
-_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def nbytes(n: int) -> str:
-    """Return a number of bytes in the largest unit that leaves at least 1."""
-    if n < 1024:
-        return f"{n} B"
-    value, exponent = n / 1024, 0
-    while value >= 1023.95 and exponent < len(_UNITS) - 1:
-        value, exponent = value / 1024, exponent + 1
-    return f"{value:.1f} {_UNITS[exponent]}"
-
-
-def count(n: int) -> str:
-    """Return an integer with thousands separated."""
-    return f"{n:,}"
-
-
-def some(n: int, noun: str) -> str:
-    """Return a number with its noun, singular or plural."""
-    return f"{count(n)} {noun}" if n == 1 else f"{count(n)} {noun}s"
-
-
-def percent(part: int, whole: int) -> str:
-    """Return a share in percent; only nothing is ``0 %`` and only everything is ``100 %``."""
-    if part == 0:
-        return "0 %"
-    if part == whole:
-        return "100 %"
-    value = 100 * part / whole
-    if value < 0.01:
-        return "<0.01 %"
-    if value > 99.99:
-        return ">99.99 %"
-    return f"{value:.2f} %"
-
-
-def when(created_at: str) -> str:
-    """Return a time to the second, still UTC."""
-    return created_at.replace("T", " ").partition(".")[0].removesuffix("Z") + "Z"
+_MAX_LEFT_OUT: Final = 4
 
 
 def first_line(text: str | None) -> str:
@@ -116,7 +82,7 @@ def log(versions: Sequence[VersionInfo]) -> str:
             percent(version.changed, version.elements),
             nbytes(version.nbytes),
             version.root[:ROOT_DIGITS],
-            first_line(version.message),
+            first_line(version.message) if version.is_kept else "(expired) " + first_line(version.message),
         )
         for version in reversed(versions)
     ]
@@ -132,7 +98,14 @@ def published(version: VersionInfo, left_out: Sequence[tuple[str, str]], note: s
     ]
     if note is not None:
         lines.append(f"  {escape(note)}")
-    lines += [f"  left out {escape(path)}: {escape(reason)}" for path, reason in left_out]
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in left_out:
+        by_reason.setdefault(reason, []).append(path)
+    for reason, paths in by_reason.items():
+        if len(paths) <= _MAX_LEFT_OUT:
+            lines += [f"  left out {escape(path)}: {escape(reason)}" for path in paths]
+        else:
+            lines.append(f"  left out {count(len(paths))} entries, such as {escape(paths[0])}: {escape(reason)}")
     return "\n".join(lines)
 
 
@@ -140,7 +113,7 @@ def detail(version: VersionDetail) -> str:
     """Return everything about one version."""
     info = version.info
     facts = [
-        ("version", info.version),
+        ("version", info.version if info.is_kept else f"{info.version} (expired): its weights cannot be read any more"),
         ("root", info.root),
         ("base", info.base or "none: stored whole"),
         ("created", when(info.created_at)),
@@ -150,6 +123,8 @@ def detail(version: VersionDetail) -> str:
         ("layout", version.layout),
         ("transaction", version.txid),
     ]
+    if not info.is_kept:
+        facts.append(("expired", "its weights are not kept any more"))
     parts = [pairs(facts)]
     if info.message and info.message.strip():
         parts.append("\n".join(f"    {escape(line)}" for line in info.message.strip().splitlines()))
@@ -158,34 +133,9 @@ def detail(version: VersionDetail) -> str:
     if version.files:
         files = [(nbytes(size), escape(path)) for path, size in version.files]
         parts.append(table(("size", "file"), files, right="size"))
-    tensors = [(dtype, _shape(shape), escape(name)) for name, dtype, shape in version.tensors]
+    tensors = [(dtype, shape_text(shape), escape(name)) for name, dtype, shape in version.tensors]
     parts.append(table(("dtype", "shape", f"tensor ({count(version.n_tensors)})"), tensors))
     return "\n\n".join(parts)
-
-
-def diff(result: Diff) -> str:
-    """Return what differs between two versions, one tensor a line; tensors that are the same are only counted."""
-    same = sum(tensor.status == "same" for tensor in result.tensors)
-    rows = [
-        (
-            tensor.status,
-            count(tensor.changed),
-            percent(tensor.changed, tensor.elements),
-            "-" if tensor.largest_ulp is None else count(tensor.largest_ulp),
-            nbytes(tensor.nbytes),
-            tensor.dtype,
-            _shape(tensor.shape),
-            escape(tensor.name),
-        )
-        for tensor in result.tensors
-        if tensor.status != "same"
-    ]
-    lines = [f"{result.a} .. {result.b}: {changes(result.changed, result.elements)} changed"]
-    if rows:
-        header = ("status", "changed", "rate", "max-ulp", "size", "dtype", "shape", "tensor")
-        lines.append(table(header, rows, right="changed rate max-ulp size"))
-    lines.append(f"{some(same, 'tensor')} unchanged")
-    return "\n".join(lines)
 
 
 def pulled(result: PullResult, directory: str) -> str:
@@ -198,10 +148,10 @@ def pulled(result: PullResult, directory: str) -> str:
     )
 
 
-def written(result: DcpResult, directory: str) -> str:
-    """Return what a checkout in another format did."""
+def written(result: Written, directory: str, what: str) -> str:
+    """Return what a checkout into new files did; `what` says as what the version is there."""
     return (
-        f"{escape(directory)} holds {result.version}, root {result.root[:ROOT_DIGITS]}, as a distributed checkpoint\n"
+        f"{escape(directory)} holds {result.version}, root {result.root[:ROOT_DIGITS]}, as {what}\n"
         f"  wrote {some(result.n_tensors, 'tensor')}, {nbytes(result.nbytes)} in {result.seconds:.1f} s"
     )
 
@@ -250,5 +200,6 @@ def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _shape(shape: Sequence[int]) -> str:
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape, as ``[40,30]``."""
     return "[" + ",".join(map(str, shape)) + "]"

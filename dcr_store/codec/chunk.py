@@ -33,6 +33,7 @@ DENSE: Final = 2
 SPARSE: Final = 3
 BITMAP: Final = 4
 METHODS: Final = (ZERO, RAW, DENSE, SPARSE, BITMAP)
+_LISTS: Final = (bytes([ZERO]), bytes([SPARSE]))
 HEADER_NBYTES: Final = 8
 # From this share of non-zero elements on they may be an anchor's bits, for which dense is best.
 _DENSE_FROM: Final = 0.95
@@ -165,6 +166,14 @@ def decode_sparse(data: Bytes, dtype: DTypeLike, n_elements: int) -> tuple[NDArr
     if method == ZERO:
         return np.empty(0, np.uint32), np.empty(0, dtype)
     return engine.find_nonzero(decode(data, dtype, n_elements))
+
+
+def lists(data: Bytes) -> bool:
+    """Return whether an encoded chunk, as its first byte says, lists its non-zero elements: it is sparse, or nothing.
+
+    Of such a chunk ``decode_sparse`` makes no dense mask. Whether it is a chunk at all, that tells.
+    """
+    return memoryview(data)[:1].tobytes() in _LISTS
 
 
 def apply(data: Bytes, bits: Bits, base: Bits | None = None) -> int:

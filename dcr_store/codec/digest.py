@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _N_SPACES: Final = 4
 ROOT_PREFIX: Final = b"dcr-root-1"
 _ZEROS_NBYTES: Final = 1 << 20
+_N_BYTES_OF_DIGEST: Final = 8
 
 
 def crc64(data: Buffer, before: int = 0) -> int:
@@ -66,6 +67,43 @@ def zeros_digest(nbytes: int) -> int:
 def linear(digest: int, nbytes: int) -> int:
     """Return ``L``, the part of a digest of `nbytes` bytes that is linear over XOR."""
     return digest ^ zeros_digest(nbytes)
+
+
+def linear_within(data: Buffer, nbytes_after: int) -> int:
+    """Return ``L`` of a buffer with any number of zero bytes before it and `nbytes_after` of them after it.
+
+    In time that hardly depends on how many there are: the digest of a few bytes in a long chunk costs few bytes.
+    """
+    nbytes = data.nbytes if isinstance(data, np.ndarray) else memoryview(data).nbytes
+    digest = linear(crc64(data), nbytes)
+    for power in range(nbytes_after.bit_length()):
+        if nbytes_after >> power & 1:
+            digest = _shifted(digest, _shift(power))
+    return digest
+
+
+def _shifted(digest: int, shift: tuple[tuple[int, ...], ...]) -> int:
+    found = 0
+    for place, octet in enumerate(digest.to_bytes(_N_BYTES_OF_DIGEST, "little")):
+        found ^= shift[place][octet]
+    return found
+
+
+@lru_cache(maxsize=64)
+def _shift(power: int) -> tuple[tuple[int, ...], ...]:
+    """Return what ``2**power`` zero bytes make of the linear part of a digest: by its byte's place and value."""
+    found = []
+    for place in range(_N_BYTES_OF_DIGEST):
+        row = [0]
+        for bit in range(8 * place, 8 * place + 8):
+            if power == 0:
+                moved = checksums.crc64nvme(b"\0", 1 << bit) ^ zeros_digest(1)
+            else:
+                half = _shift(power - 1)
+                moved = _shifted(_shifted(1 << bit, half), half)
+            row += [moved ^ other for other in row]
+        found.append(tuple(row))
+    return tuple(found)
 
 
 def state_root(layout_sha256: str, tables: Sequence[tuple[int, int, NDArray[np.uint64]]]) -> str:

@@ -45,6 +45,7 @@ class Engine(Protocol):
     def unpack_values(self, codes: U8, escaped: Bits, n: int) -> Bits: ...  # noqa: D102
     def split_plane(self, values: Bits, rotation: int, j: int) -> U8: ...  # noqa: D102
     def join_plane(self, plane: U8, rotation: int, j: int, out: Bits) -> None: ...  # noqa: D102
+    def digest_sparse(self, positions: U32, values: Bits, n_elements: int) -> int: ...  # noqa: D102
     def xor_at(self, bits: Bits, positions: U32, values: Bits) -> None: ...  # noqa: D102
 
 

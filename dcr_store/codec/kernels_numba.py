@@ -6,14 +6,17 @@ They run without the GIL and in one thread. They check no index: callers pass wh
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
 
 from dcr_store.codec import kernels_numpy
-from dcr_store.codec.kernels_numpy import count_escapes, unpack_values
+from dcr_store.codec.digest import crc64, linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "count_escapes",
+    "digest_sparse",
     "find_changes",
     "find_flags",
     "find_gaps",
@@ -42,8 +46,10 @@ __all__ = [
     "xor_at",
 ]
 
-_GROUP: Final = 8  # words
-_BLOCK: Final = 1 << 12  # words
+_BLOCK: Final = 64  # elements whose flags are one word
+_POWERS: Final = 1 << 12  # elements
+_FEW_NBYTES: Final = 64  # a chunk with one value in as many bytes, or fewer, is digested faster by its values
+_REFLECTED_POLYNOMIAL: Final = np.uint64(0x9A6C9329AC4BC9B5)  # of CRC-64/NVME (docs/spec/v1.md, section 7)
 
 _kernels: Final[dict[tuple[str, ...], Callable[..., Any]]] = {}
 _compiling: Final = threading.Lock()
@@ -53,33 +59,22 @@ def find_changes(base: Bits, new: Bits) -> tuple[U32, Bits]:
     """Return the positions at which two arrays differ, and the masks ``base ^ new`` there."""
     if not (base.flags.aligned and new.flags.aligned):
         return kernels_numpy.find_changes(base, new)
-    n_whole = _n_in_whole_words(new)
-    return _find(new, base[:n_whole].view(np.uint64), 1, base[n_whole:] ^ new[n_whole:])
+    return _find(new, base, 1)
 
 
 def find_nonzero(mask: Bits) -> tuple[U32, Bits]:
     """Return the positions of the non-zero elements of a mask, and their values."""
     if not mask.flags.aligned:
         return kernels_numpy.find_nonzero(mask)
-    return _find(mask, np.zeros(_BLOCK, np.uint64), 0, mask[_n_in_whole_words(mask) :])
+    return _find(mask, np.zeros(_BLOCK, mask.dtype), 0)
 
 
-def _n_in_whole_words(bits: Bits) -> int:
-    return len(bits) - len(bits) % (8 // bits.dtype.itemsize)
-
-
-def _find(bits: Bits, base: U64, base_step: int, rest: Bits) -> tuple[U32, Bits]:
+def _find(bits: Bits, base: Bits, base_step: int) -> tuple[U32, Bits]:
     """Find what `bits` differ in from `base`; with `base_step` 0 the base of every block is the same."""
-    n_rest = len(rest)
-    positions = np.empty(len(bits) + 8, np.uint32)
-    masks = np.empty(len(bits) + 8, bits.dtype)
-    kernel = _kernel(_find_in_words, "uint64", "uint64", "", "uint32 out", _name(bits) + " out")
-    n = kernel(bits[: len(bits) - n_rest].view(np.uint64), base, base_step, positions, masks)
-    if n_rest:
-        lanes = rest.nonzero()[0]
-        positions[n : n + len(lanes)] = lanes + (len(bits) - n_rest)
-        masks[n : n + len(lanes)] = rest[lanes]
-        n += len(lanes)
+    positions = np.empty(len(bits), np.uint32)
+    masks = np.empty(len(bits), bits.dtype)
+    name = _name(bits)
+    n = _kernel(_find_in_blocks, name, name, "", "uint32 out", name + " out")(bits, base, base_step, positions, masks)
     return positions[:n].copy(), masks[:n].copy()
 
 
@@ -139,6 +134,20 @@ def pack_values(values: Bits) -> tuple[U8, Bits]:
     return codes, escaped[:n]
 
 
+def count_escapes(codes: U8, n: int) -> int:
+    """Return how many of the first `n` packed codes are escapes; the codes after them are 0."""
+    return int(_kernel(_count_escapes, "uint8")(codes))
+
+
+def unpack_values(codes: U8, escaped: Bits, n: int) -> Bits:
+    """Undo ``pack_values``."""
+    if not escaped.flags.aligned:
+        return kernels_numpy.unpack_values(codes, escaped, n)
+    values = np.empty(4 * len(codes), escaped.dtype)
+    _kernel(_unpack_values, "uint8", _name(escaped), _name(escaped) + " out")(codes, escaped, values)
+    return values[:n]
+
+
 def split_plane(values: Bits, rotation: int, j: int) -> U8:
     """Return byte plane `j`, from the least significant, of values rotated left by `rotation` bits."""
     if not values.flags.aligned:
@@ -163,6 +172,45 @@ def xor_at(bits: Bits, positions: U32, values: Bits) -> None:
         _kernel(_xor_at, "uint32", _name(bits), _name(bits) + " out")(positions, values, bits)
     else:
         kernels_numpy.xor_at(bits, positions, values)
+
+
+def digest_sparse(positions: U32, values: Bits, n_elements: int) -> int:
+    """Return ``L`` (``digest.linear``) of a chunk of zeros with `values` at ascending, distinct positions."""
+    if len(positions) * _FEW_NBYTES > values.itemsize * n_elements or not values.flags.aligned:
+        return kernels_numpy.digest_whole(positions, values, n_elements, xor_at)
+    kernel = _kernel(_sum_powers, "uint32", _name(values), "", "uint64", "uint64")
+    return int(kernel(positions, values, n_elements, *_powers(values.itemsize)))
+
+
+@functools.cache
+def _powers(width: int) -> tuple[U64, U64]:
+    """Return what ``_sum_powers`` needs for elements of `width` bytes.
+
+    As CRC-64/NVME writes polynomials, bit 63 is the constant term, and a zero byte after a buffer is a multiplication
+    by x^8 modulo its polynomial. ``L`` of 8 bytes and zeros after them is thus their value times a power of x.
+
+    Returns
+    -------
+    powers : ndarray of uint64, shape (_POWERS,)
+        x^(64 + 8 width e) for each e.
+    advance : ndarray of uint64, shape (8 * 256,)
+        What each value of each byte of a state becomes when `_POWERS` elements of zeros come after it.
+    """
+    powers = np.empty(_POWERS, np.uint64)
+    element, one = bytes(width), (1 << 63).to_bytes(8, "little")
+    digest, of_zeros = crc64(one), crc64(bytes(8))
+    for e in range(_POWERS):
+        powers[e] = digest ^ of_zeros
+        digest, of_zeros = crc64(element, digest), crc64(element, of_zeros)
+    buffer = np.zeros(width * _POWERS // 8, np.uint64)
+    advance = np.zeros((8, 256), np.uint64)
+    for byte in range(8):
+        for bit in range(8):
+            buffer[0] = 1 << (8 * byte + bit)
+            advance[byte, 1 << bit : 2 << bit] = advance[byte, : 1 << bit] ^ np.uint64(
+                linear(crc64(buffer), buffer.nbytes)
+            )
+    return powers, advance.ravel()
 
 
 def _name(bits: Bits) -> str:
@@ -202,53 +250,53 @@ def _numba_type(argument: str) -> Any:
 # In numba an operation on uint64 and int64 gives float64: constants that meet uint64 are made uint64.
 
 
-def _find_in_words(bits: U64, base: U64, base_step: int, positions: U32, masks: Bits) -> Any:
-    # Words are compared into a buffer that stays in the L1 cache, by a loop that LLVM makes vectors of. Then groups of
-    # words that differ, then words, then elements: all are written down, and the index steps on only if they differ,
-    # for branches would be mispredicted too often.
-    differ = np.zeros(_BLOCK, np.uint64)
-    groups = np.empty(_BLOCK // _GROUP + 1, np.uint64)
-    hits = np.empty(_BLOCK + 1, np.uint64)
-    words = np.empty(_BLOCK + 1, np.uint64)
-    in_word = 8 // masks.itemsize
-    n_bits = np.uint64(8 * masks.itemsize)
-    zero = np.uint64(0)
-    n = zero
-    for start in range(0, len(bits), _BLOCK):
-        n_words = min(_BLOCK, len(bits) - start)
-        block = bits[start : start + n_words]
-        base_block = base[start * base_step : start * base_step + n_words]
-        for i in range(n_words):
-            differ[i] = block[i] ^ base_block[i]
-        n_groups = np.uint64((n_words + _GROUP - 1) // _GROUP)
-        for rest in range(n_words, np.int64(n_groups) * _GROUP):
-            differ[rest] = zero
-        n_found = zero
-        for group in range(n_groups):
-            first = np.uint64(group) * np.uint64(_GROUP)
-            some = zero
-            for step in range(_GROUP):
-                some |= differ[first + np.uint64(step)]
-            groups[n_found] = first
-            n_found += np.uint64(some != zero)
-        n_hits = zero
-        for found in range(n_found):
-            for step in range(_GROUP):
-                i = groups[found] + np.uint64(step)
-                hits[n_hits] = i
-                words[n_hits] = differ[i]
-                n_hits += np.uint64(differ[i] != zero)
-        for hit in range(n_hits):
-            first = (np.uint64(start) + hits[hit]) * np.uint64(in_word)
-            word = words[hit]
-            for lane in range(in_word):
-                mask = masks.dtype.type(word)
-                positions[n] = first + np.uint64(lane)
-                masks[n] = mask
-                n += np.uint64(mask != 0)
-                if in_word > 1:
-                    word >>= n_bits
+def _find_in_blocks(bits: Bits, base: Bits, base_step: int, positions: U32, masks: Bits) -> Any:
+    # The flags of a block are made by vector instructions; then each bit that is set costs one step, and no others.
+    n = np.uint64(0)
+    for block in range(len(bits) // _BLOCK):
+        first = block * _BLOCK
+        flags = _flags(bits, first, base, first * base_step)
+        while flags != np.uint64(0):
+            lane = _lowest(flags)
+            at = np.uint64(first) + lane
+            positions[n] = at
+            masks[n] = bits[at] ^ base[np.uint64(first * base_step) + lane]
+            n += np.uint64(1)
+            flags &= flags - np.uint64(1)
+    for i in range(len(bits) - len(bits) % _BLOCK, len(bits)):
+        mask = bits[i] ^ base[i if base_step else 0]
+        positions[n] = i
+        masks[n] = mask
+        n += np.uint64(mask != 0)
     return n
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _flags(context: Any, bits: Any, start: Any, base: Any, base_start: Any) -> Any:
+    """Return, as bits of a word, in which of ``_BLOCK`` elements two arrays differ; ``start`` may be any element."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+        vector = ir.VectorType(context.get_data_type(kind.dtype), _BLOCK)
+
+        def load(array: Any, start: Any) -> Any:
+            pointer = builder.gep(context.make_array(kind)(context, builder, array).data, [start])
+            return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=kind.dtype.bitwidth // 8)
+
+        differ = builder.icmp_unsigned("!=", load(*arguments[:2]), load(*arguments[2:]))
+        return builder.bitcast(differ, ir.IntType(_BLOCK))
+
+    return numba.uint64(bits, numba.int64, bits, numba.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _lowest(context: Any, word: Any) -> Any:
+    """Return the number of the lowest bit that is set in a word that is not zero."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return numba.uint64(numba.uint64), generate
 
 
 def _find_gaps(positions: U32, typical: int, max_k: int, gaps: U32) -> Any:
@@ -361,6 +409,38 @@ def _pack_values(values: Bits, codes: U8, escaped: Bits) -> Any:
     return n
 
 
+def _count_escapes(codes: U8) -> Any:
+    n = np.uint32(0)
+    for octet in codes:
+        escapes = octet & octet >> np.uint8(1)  # in bits 0, 2, 4, 6; bit 7 is never set
+        n += np.uint32((escapes & 1) + (escapes >> 2 & 1) + (escapes >> 4 & 1) + (escapes >> 6))
+    return n
+
+
+def _unpack_values(codes: U8, escaped: Bits, values: Bits) -> None:
+    # First all as if none were an escape, by vector instructions, then one step for each escape: few are.
+    small = np.uint32(0x00_07_03_01)
+    for octet in range(len(codes)):
+        packed = np.uint32(codes[octet])
+        for i in range(4):
+            code = packed >> np.uint32(2 * i) & np.uint32(3)
+            values[4 * octet + i] = small >> np.uint32(8) * code & np.uint32(0xFF)
+    n = np.uint64(0)
+    for start in range(0, len(codes), 8):
+        packed_word = np.uint64(0)
+        if start + 8 <= len(codes):
+            for j in range(8):
+                packed_word |= np.uint64(codes[start + j]) << np.uint64(8 * j)
+        else:
+            for j in range(len(codes) - start):
+                packed_word |= np.uint64(codes[start + j]) << np.uint64(8 * j)
+        escapes = packed_word & packed_word >> np.uint64(1) & np.uint64(0x5555_5555_5555_5555)
+        while escapes != np.uint64(0):
+            values[np.uint64(4 * start) + (_lowest(escapes) >> np.uint64(1))] = escaped[n]
+            n += np.uint64(1)
+            escapes &= escapes - np.uint64(1)
+
+
 def _split_plane(values: Bits, shift: int, plane: U8) -> None:
     n_bits = np.uint64(8 * values.itemsize)
     right = np.uint64(shift)
@@ -387,3 +467,33 @@ def _join_plane(plane: U8, shift: int, keep: int, out: Bits) -> None:
 def _xor_at(positions: U32, values: Bits, bits: Bits) -> None:
     for i in range(len(positions)):
         bits[positions[i]] ^= values[i]
+
+
+def _sum_powers(positions: U32, values: Bits, n_elements: int, powers: U64, advance: U64) -> Any:
+    # An element that e others follow adds, for each of its bits j, x^(64 + 8 width e + 8 width - 1 - j). The sums are
+    # kept apart by j, so that a value costs the same whatever its bits are, and joined once in `_POWERS` elements.
+    n_bits = 8 * values.itemsize
+    sums = np.zeros(n_bits, np.uint64)
+    zero, one = np.uint64(0), np.uint64(1)
+    state = zero
+    block = (n_elements - 1) // _POWERS
+    for i in range(len(positions) + 1):
+        follow = np.int64(n_elements) - 1 - np.int64(positions[i]) if i < len(positions) else 0
+        if follow // _POWERS < block or i == len(positions):
+            together = zero
+            for j in range(n_bits):
+                together = (together >> one) ^ (_REFLECTED_POLYNOMIAL & (zero - (together & one))) ^ sums[j]
+                sums[j] = zero
+            state ^= together
+            while block > follow // _POWERS:
+                before, state = state, zero
+                for byte in range(8):
+                    octet = before >> np.uint64(8 * byte) & np.uint64(255)
+                    state ^= advance[np.uint64(256 * byte) + octet]
+                block -= 1
+        if i < len(positions):
+            power = powers[np.uint64(follow) & np.uint64(_POWERS - 1)]
+            value = np.uint64(values[i])
+            for j in range(n_bits):
+                sums[j] ^= power & (zero - (value >> np.uint64(j) & one))
+    return state

@@ -7,9 +7,12 @@ except the target of ``xor_at``; what can be checked without looking at every el
 from __future__ import annotations
 
 import operator
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+
+from dcr_store.codec.digest import linear_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +32,8 @@ _BLOCK_NBYTES: Final = 1 << 20  # its flags stay in the L2 cache; with smaller o
 _CODES: Final = np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
 _VALUES: Final = np.array([1, 3, 7, 0], np.uint8)[_CODES].view("<u4").ravel()
 _N_ESCAPES: Final = np.count_nonzero(_CODES == 3, axis=1)
+
+_zeros: Final = threading.local()  # a chunk of each dtype
 
 
 def find_changes(base: Bits, new: Bits) -> tuple[U32, Bits]:
@@ -226,3 +231,23 @@ def xor_at(bits: Bits, positions: U32, values: Bits) -> None:
     """XOR values into `bits`, of any stride, at ascending, distinct positions, in place."""
     index = positions.astype(np.intp)
     bits[index] ^= values
+
+
+def digest_sparse(positions: U32, values: Bits, n_elements: int) -> int:
+    """Return ``L`` (``digest.linear``) of a chunk of zeros with `values` at ascending, distinct positions."""
+    return digest_whole(positions, values, n_elements, xor_at)
+
+
+def digest_whole(positions: U32, values: Bits, n_elements: int, xor_at: Callable[[Bits, U32, Bits], None]) -> int:
+    """Return what ``digest_sparse`` does, of a buffer that is zero before and after."""
+    chunk: Bits | None = getattr(_zeros, values.dtype.name, None)
+    if chunk is None or len(chunk) != n_elements:
+        chunk = np.zeros(n_elements, values.dtype)
+        setattr(_zeros, values.dtype.name, chunk)
+    if not len(positions):
+        return 0
+    first, stop = int(positions[0]), int(positions[-1]) + 1
+    xor_at(chunk, positions, values)
+    digest = linear_within(chunk[first:stop], chunk[stop:].nbytes)
+    xor_at(chunk, positions, values)
+    return digest

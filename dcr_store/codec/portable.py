@@ -54,6 +54,9 @@ class Codec(Protocol):
     def decode_sparse(self, data: Bytes, dtype: DTypeLike, n_elements: int) -> tuple[NDArray[np.uint32], Bits]:
         """Decode the non-zero elements of a chunk."""
 
+    def lists(self, data: Bytes) -> bool:
+        """Whether the chunk lists its non-zero elements, so that ``decode_sparse`` makes no dense mask of it."""
+
     def apply(self, data: Bytes, bits: Bits, base: Bits | None = None) -> int:
         """XOR a chunk into bits, in place; return the number of elements that changed."""
 
@@ -66,6 +69,7 @@ class DeltaCodec:
     encode_sparse = staticmethod(chunk.encode_sparse)
     decode = staticmethod(chunk.decode)
     decode_sparse = staticmethod(chunk.decode_sparse)
+    lists = staticmethod(chunk.lists)
     apply = staticmethod(chunk.apply)
 
     def zarr_inner_codecs(self, width: int) -> list[dict[str, Any]]:
@@ -132,6 +136,10 @@ class PortableCodec:
         """Decode the non-zero elements of a chunk, as ``chunk.decode_sparse`` does."""
         mask = self.decode(data, dtype, n_elements)
         return kernels.engine(mask.nbytes).find_nonzero(mask)
+
+    def lists(self, data: Bytes) -> bool:
+        """Return False: these chunks are dense."""
+        return False
 
     def apply(self, data: Bytes, bits: Bits, base: Bits | None = None) -> int:
         """XOR a chunk into bits in place, as ``chunk.apply`` does."""

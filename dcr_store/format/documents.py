@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dcr_store.errors import FormatError
-from dcr_store.format import canonical
+from dcr_store.format import canonical, copies
 from dcr_store.format.fields import MAX_VERSION, Fields
 from dcr_store.format.names import KEY, STORE_KEY, VERSION
 from dcr_store.format.paths import path_problem
 
 FORMAT_VERSION: Final = (1, 0)
-FEATURES: Final[frozenset[str]] = frozenset()
+FEATURES: Final = frozenset({copies.FEATURE})
 CODECS: Final = ("dcr.delta", "portable")
 SPACES: Final = ("u8", "u16", "u32", "u64")
 KINDS: Final = ("mask", "value", "present")
@@ -49,17 +49,24 @@ class ObjectRef:
 
 @dataclass(frozen=True, slots=True)
 class StoreDocument:
-    """``dcr.json`` (§4)."""
+    """``dcr.json`` (§4).
+
+    Attributes
+    ----------
+    is_copy : bool
+        Whether the store is a copy of another one, and follows it until it is detached.
+    """
 
     store_id: str
     codec: str
     chunk_elements: int
     created_at: str
     version: tuple[int, int] = FORMAT_VERSION
+    is_copy: bool = False
 
     def to_bytes(self) -> bytes:
         """Return the stored bytes."""
-        return canonical.encode(
+        source = canonical.encode(
             {
                 "format": "dcr-store",
                 "version": f"{self.version[0]}.{self.version[1]}",
@@ -70,6 +77,7 @@ class StoreDocument:
                 "features": [],
             }
         )
+        return copies.copy_document(source) if self.is_copy else source
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StoreDocument:
@@ -98,8 +106,14 @@ class StoreDocument:
             raise FormatError(
                 "chunk_elements is wrong", key=STORE_KEY, expected="a power of two, 64 to 2^24", found=chunk_elements
             )
+        copies.chain_sha256(data)
         return cls(
-            fields.hex("store_id", 32), codec, chunk_elements, fields.time("created_at"), (int(major), int(minor))
+            fields.hex("store_id", 32),
+            codec,
+            chunk_elements,
+            fields.time("created_at"),
+            (int(major), int(minor)),
+            copies.is_copy(fields.document),
         )
 
     def check_writable(self) -> None:

@@ -131,6 +131,10 @@ class Fields:
         """Return a time as `now` writes it."""
         return self.matching(name, _TIME, "RFC 3339 in UTC with milliseconds and Z")
 
+    def optional_time(self, name: str) -> str | None:
+        """Return a time or None."""
+        return None if self._is_null(name) else self.time(name)
+
     def optional_text(self, name: str) -> str | None:
         """Return a string or None."""
         return None if self._is_null(name) else self.text(name)
@@ -142,6 +146,11 @@ class Fields:
         if not least <= value <= most:
             found = value if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
             raise FormatError(f"field {name!r} is wrong", key=self.key, expected=what, found=found)
+        return value
+
+    def truth(self, name: str) -> bool:
+        """Return true or false."""
+        value: bool = self._get(name, bool, "true or false")
         return value
 
     def optional_count(self, name: str) -> int | None:

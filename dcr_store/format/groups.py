@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from dcr_store.errors import FormatError
-from dcr_store.format import canonical
+from dcr_store.format import canonical, signatures
 from dcr_store.format.fields import Fields
 from dcr_store.format.names import VERSION, ack_prefix, version_number
 
@@ -264,6 +264,7 @@ def parse_group_record(data: bytes, key: str) -> GroupRecord:
         If they are no record of a group's log, or of a kind that this release does not know.
     """
     fields = Fields(canonical.decode_object(data, key, "dcr-group"), key)
+    signatures.check_form(fields)
     kind = fields.text("kind")
     common: dict[str, Any] = {
         "group": fields.group(),

@@ -16,6 +16,10 @@ from dcr_store.errors import InvalidInputError
 STORE_KEY: Final = "dcr.json"
 LINE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 PARTICIPANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+TAG: Final = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,127}")
+"""What can name a tag; what begins with a digit are numbers of versions."""
+_TAGGED: Final = re.compile(rf"([A-Za-z0-9][A-Za-z0-9._-]{{0,127}})@({TAG.pattern})")
+_STAMPED: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,127})@(0|[1-9][0-9]{0,11})#([0-9a-f]{8,64})")
 VERSION: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,127})@(0|[1-9][0-9]{0,11})")
 KEY: Final = re.compile(r"(?!\.{1,2}(?:/|\Z))[^/\\\0]+(?:/(?!\.{1,2}(?:/|\Z))[^/\\\0]+)*")
 """A key below the store's prefix, as documents may refer to it."""
@@ -43,6 +47,30 @@ def check_member(name: object) -> str:
     return name
 
 
+def check_tag(name: object) -> str:
+    """Return `name` if it can name a tag, else raise ``InvalidInputError``."""
+    if not isinstance(name, str) or not TAG.fullmatch(name):
+        raise InvalidInputError(f"{_shown(name)} cannot name a tag; use {TAG.pattern}")
+    return name
+
+
+def check_pin(name: object) -> str:
+    """Return `name` if it can name a pin, else raise ``InvalidInputError``."""
+    if not isinstance(name, str) or not LINE.fullmatch(name):
+        raise InvalidInputError(f"{_shown(name)} cannot name a pin; use {LINE.pattern}")
+    return name
+
+
+def tag_key(line: str, name: str) -> str:
+    """Return the key of a tag of a version of a line."""
+    return f"tags/{line}/{name}.json"
+
+
+def pin_key(name: str) -> str:
+    """Return the key of a pin."""
+    return f"pins/{name}.json"
+
+
 def _shown(name: object) -> str:
     text = repr(name)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -60,26 +88,35 @@ def new_incarnation() -> str:
 
 @dataclass(frozen=True, slots=True)
 class VersionRef:
-    """How a user addresses a version: by line and number, by the head of a line, or by a prefix of a state root."""
+    """How a user addresses a version: by line and number, by a tag, by the head of a line, or by a root's prefix.
+
+    Where both number and prefix are there, the version has to have that root: the stamp of a rollout.
+    """
 
     line: str | None
     number: int | None
     root_prefix: str | None
+    tag: str | None = None
 
     @classmethod
     def parse(cls, text: object) -> VersionRef:
-        """Parse ``main@42``, ``main`` (the head of the line) or a root's prefix of 8 to 64 hex digits.
+        """Parse ``main@42``, ``main@tag``, ``main@42#root``, ``main`` (the head) or a root's prefix of 8 to 64 digits.
 
         Text that could be either is taken for a root's prefix first, as the line if no root has it.
         """
         if isinstance(text, str):
             if match := VERSION.fullmatch(text):
                 return cls(match[1], int(match[2]), None)
+            if match := _STAMPED.fullmatch(text):
+                return cls(match[1], int(match[2]), match[3])
+            if match := _TAGGED.fullmatch(text):
+                return cls(match[1], None, None, match[2])
             prefix = text if _ROOT.fullmatch(text) else None
             if LINE.fullmatch(text):
                 return cls(text, None, prefix)
         raise InvalidInputError(
-            f"{_shown(text)} is no version; use LINE@NUMBER, LINE, or at least 8 hex digits of a state root"
+            f"{_shown(text)} is no version; use LINE@NUMBER, LINE@NUMBER#ROOT, LINE@TAG, LINE, or at least 8 hex "
+            "digits of a state root"
         )
 
 
@@ -125,6 +162,13 @@ def hint_key(line: str) -> str:
 def checkpoint_key(line: str, seq: int) -> str:
     """Return the key of the log checkpoint that folds records ``0 … seq-1``."""
     return f"log/{line}/checkpoints/{seq:020d}.json"
+
+
+def numbered(key: str, prefix: str) -> int | None:
+    """Return the number by which a record, or a log checkpoint, lies below `prefix`; None if the key is of neither."""
+    name = key.removeprefix(prefix).removesuffix(".json")
+    is_one = key == f"{prefix}{name}.json" and len(name) == 20 and name.isascii() and name.isdecimal()
+    return int(name) if is_one else None
 
 
 def group_record_key(group: str, seq: int) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from typing import Any, Final
 
 from dcr_store import events
 from dcr_store.errors import NotFoundError
 from dcr_store.history.read import read
+from dcr_store.history.written import Written
 from dcr_store.layout.dtypes import width
 from dcr_store.layout.layout import Layout
 from dcr_store.targets.dcp_directory import write_dcp
@@ -19,30 +19,9 @@ from dcr_store.versions.catalog import Catalog, Located
 _TOGETHER_NBYTES: Final = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class DcpResult:
-    """What a checkout as a distributed checkpoint wrote."""
-
-    version: str
-    root: str
-    n_tensors: int
-    nbytes: int
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return {
-            "version": self.version,
-            "root": self.root,
-            "n_tensors": self.n_tensors,
-            "nbytes": self.nbytes,
-            "seconds": round(self.seconds, 3),
-        }
-
-
 def checkout_dcp(
     catalog: Catalog, located: Located, directory: str | os.PathLike[str], *, force: bool = False
-) -> DcpResult:
+) -> Written:
     """Write a version into a directory, as ``torch.distributed.checkpoint`` loads it.
 
     Parameters
@@ -62,7 +41,7 @@ def checkout_dcp(
     tensors = {name: (layout.entry(name).dtype, layout.entry(name).shape) for name in names}
     reader = _Reader(catalog, located, layout, names)
     nbytes = write_dcp(local_path(directory, "directory"), tensors, reader.take, force=force)
-    return DcpResult(located.name, located.row.root, len(names), nbytes, time.monotonic() - start)
+    return Written(located.name, located.row.root, len(names), nbytes, time.monotonic() - start)
 
 
 class _Reader:

@@ -8,25 +8,30 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from dcr_store.errors import FormatError
+from dcr_store.errors import FormatError, InvalidInputError
 from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES
 from dcr_store.history.report import Problem, VerifyReport
 from dcr_store.layout.dtypes import Bits
 from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import Table, root_of
+from dcr_store.ports import Source
 from dcr_store.targets.checkpoint import Checkpoint, open_checkpoint
+from dcr_store.targets.checkpoint_listing import METADATA
+from dcr_store.targets.dcp import is_dcp
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
+from dcr_store.targets.paths import local_path
 from dcr_store.versions.catalog import Catalog, Located
-from dcr_store.versions.path import UNKNOWN
-from dcr_store.versions.replay import digests, replay
+from dcr_store.versions.moving import while_kept
+from dcr_store.versions.path import UNKNOWN, Path
+from dcr_store.versions.replay import Places, digests, replay
 from dcr_store.versions.route import route
 
 
 class _Comparer:
-    """A target that compares the right bits with those of another target, instead of keeping them."""
+    """A target that compares the right bits with those of a state, instead of keeping them."""
 
-    def __init__(self, layout: Layout, found: DirectoryTarget) -> None:
+    def __init__(self, layout: Layout, found: Source) -> None:
         self.layout = layout
         self.found = found
         self.differing: dict[str, int] = {}
@@ -58,6 +63,14 @@ def compare_directory(catalog: Catalog, located: Located, directory: str | os.Pa
         Problems carry the names of tensors and files.
     """
     problems: list[Problem] = []
+    if is_dcp(local_path(directory, "directory")):
+        raise InvalidInputError(
+            "is a torch distributed checkpoint, and only directories of safetensors files can be compared; publish it "
+            "on a line of its own, and compare the two versions (diff)",
+            key=str(directory),
+            expected="safetensors files",
+            found=METADATA,
+        )
     try:
         checkpoint = open_checkpoint(directory)
     except FormatError as error:  # torn files, of a pull that was killed, say
@@ -94,18 +107,36 @@ def _compare_names(layout: Layout, checkpoint: Checkpoint, problems: list[Proble
 def _compare_bits(
     catalog: Catalog, located: Located, layout: Layout, checkpoint: Checkpoint, problems: list[Problem]
 ) -> None:
+    differing, found = while_kept(catalog, [located], lambda: _compared(catalog, located, layout, checkpoint))
+    if differing:
+        problems += _held(catalog, located, found, checkpoint)
+    order = {entry.name: i for i, entry in enumerate(layout.tensors)}
+    for name, n in sorted(differing.items(), key=lambda item: order[item[0]]):
+        problems.append(Problem(name, "the tensor has other bits", "0 elements differ", f"{n} differ"))
+
+
+def _compared(
+    catalog: Catalog, located: Located, layout: Layout, checkpoint: Checkpoint
+) -> tuple[dict[str, int], Mapping[str, Table]]:
     path = route(catalog, located).path
     weights = [WeightFile(f.path, f.header.raw, f.header.nbytes) for f in checkpoint.files]
     with DirectoryTarget(checkpoint.root, layout, weights, path.chunk_elements) as target:
         found = digests(target, path.all_chunks(), path.chunk_elements)
-        comparer = _Comparer(layout, target)
         places = {s: np.where(found[s] == path.target.tables[s], path.goal, UNKNOWN) for s in SPACES}
-        replay(catalog.objects, path, comparer, places)
-    if comparer.differing:
-        problems += _held(catalog, located, found, checkpoint)
-    order = {entry.name: i for i, entry in enumerate(layout.tensors)}
-    for name, n in sorted(comparer.differing.items(), key=lambda item: order[item[0]]):
-        problems.append(Problem(name, "the tensor has other bits", "0 elements differ", f"{n} differ"))
+        return differing_elements(catalog, path, layout, target, places), found
+
+
+def differing_elements(catalog: Catalog, path: Path, layout: Layout, found: Source, places: Places) -> dict[str, int]:
+    """Return how many elements of a state are not as in the path's goal, by tensor; those that are the same have none.
+
+    Parameters
+    ----------
+    places : mapping of str to ndarray of int64, shape (n_chunks,)
+        ``UNKNOWN`` for each chunk to compare, the goal for the others.
+    """
+    comparer = _Comparer(layout, found)
+    replay(catalog.objects, path, comparer, places)
+    return comparer.differing
 
 
 def _held(catalog: Catalog, located: Located, found: Mapping[str, Table], checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dcr_store.errors import DcrError, IntegrityError, StorageError
+from dcr_store.errors import DcrError, IntegrityError, NotFoundError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.groups import Ack, GroupVersion, Promote, Propose, VersionRoot
 from dcr_store.format.names import VERSION, group_checkpoint_key, group_record_key
 from dcr_store.history.report import Problem
-from dcr_store.log.group import GroupLog, read_checkpoint
+from dcr_store.log.group import read_checkpoint
 from dcr_store.versions.catalog import Catalog
 
 
@@ -28,8 +28,9 @@ class GroupCheck:
 def check_group_log(catalog: Catalog, group: str) -> GroupCheck:
     """Read and check what is below ``groups/<group>/``."""
     result = GroupCheck(sizes=catalog.objects.list(f"groups/{group}/"))
-    log = GroupLog(catalog.objects, group, catalog.store_sha256)
+    log = catalog.group_log(group)
     n_records, proposal = 0, 0
+    promoted: list[tuple[Promote, GroupVersion]] = []
     try:
         for record, data in log.records():
             key = group_record_key(group, n_records)
@@ -40,12 +41,14 @@ def check_group_log(catalog: Catalog, group: str) -> GroupCheck:
                 proposal = record.seq
                 _check_version(catalog, record.new, key, result)
             elif isinstance(record, Promote):
-                _check_acks(catalog, record, GroupVersion(record.new.version, record.new.root, proposal), result)
+                promoted.append((record, GroupVersion(record.new.version, record.new.root, proposal)))
     except StorageError:
         raise
     except DcrError as error:
         result.problems.append(Problem.of(error, group_record_key(group, n_records)))
         return result
+    for record, version in promoted:
+        _check_acks(catalog, record, version, result, is_active=record is promoted[-1][0])
     _check_end(catalog, group, n_records, result)
     return result
 
@@ -78,7 +81,10 @@ def _check_version(catalog: Catalog, new: VersionRoot, key: str, result: GroupCh
         result.problems.append(Problem(key, message, f"root {new.root}", found))
 
 
-def _check_acks(catalog: Catalog, record: Promote, promoted: GroupVersion, result: GroupCheck) -> None:
+def _check_acks(
+    catalog: Catalog, record: Promote, promoted: GroupVersion, result: GroupCheck, *, is_active: bool
+) -> None:
+    """Check what a promotion rests on; of a version that is not active any more it may have been collected."""
     for ref in record.acks:
         ack = Ack("prepared", record.group, ref.name, ref.incarnation, promoted)
         try:
@@ -95,5 +101,8 @@ def _check_acks(catalog: Catalog, record: Promote, promoted: GroupVersion, resul
             result.read.add(ack.key)
         except StorageError:
             raise
+        except NotFoundError as error:
+            if is_active:
+                result.problems.append(Problem.of(error, ack.key))
         except DcrError as error:
             result.problems.append(Problem.of(error, ack.key))

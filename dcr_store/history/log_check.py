@@ -1,4 +1,4 @@
-"""Check a line's log from its first record: form, chain, holes, hint and checkpoints. Names the object that is wrong.
+"""Check a line's log from its first record: form, chain, signatures, holes, hint and checkpoints. Names what is wrong.
 
 A record whose bytes are not those that its successor (or the hint) attests is the damaged one; where only its own link
 backwards is wrong, it is itself.
@@ -11,11 +11,14 @@ from typing import Final
 
 from dcr_store.errors import DcrError
 from dcr_store.format import canonical
-from dcr_store.format.names import checkpoint_key, hint_key, record_key
-from dcr_store.format.records import Record, parse_record
+from dcr_store.format.documents import Base
+from dcr_store.format.names import checkpoint_key, hint_key, numbered, record_key, version_name, version_number
+from dcr_store.format.records import Fork, Origin, Record, parse_record
+from dcr_store.format.rows import VersionRow
 from dcr_store.history.report import Problem
 from dcr_store.log import checkpoints, fold
-from dcr_store.log.fold import LineState, VersionRow
+from dcr_store.log.fold import LineState
+from dcr_store.log.history import UNTOUCHED, History
 from dcr_store.objects.threads import Threads
 from dcr_store.versions.catalog import Catalog
 
@@ -25,9 +28,14 @@ _N_READERS: Final = 16
 
 @dataclass(slots=True)
 class LogCheck:
-    """What is in a log and what is wrong with it. ``sizes`` holds the nbytes of the log's objects."""
+    """What is in a log and what is wrong with it. ``sizes`` holds the nbytes of the log's objects.
+
+    ``origin`` is its first record, where the line goes on from another one.
+    """
 
     rows: list[VersionRow] = field(default_factory=list)
+    history: History = UNTOUCHED
+    origin: Origin | None = None
     problems: list[Problem] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
 
@@ -39,9 +47,13 @@ def check_log(catalog: Catalog, line: str) -> LogCheck:
     hint = checkpoints.read_hint(catalog.objects, line)
     blobs = _read(catalog, line, listed, hint, result)
     attested = hint.last_sha256 if hint is not None and hint.length == len(blobs) else None
-    records = _parse(line, blobs, result)
+    records = _parse(catalog, line, blobs, result)
+    if records and isinstance(records[0], Origin):
+        result.origin = records[0]
     states = _check_chain(catalog, line, blobs, records, attested, listed, result)
-    _check_derived(catalog, line, listed, hint, states, result)
+    wrong = {problem.key for problem in result.problems}
+    sound = [None if record_key(line, seq) in wrong else data for seq, data in enumerate(blobs)]
+    _check_derived(catalog, line, listed, hint, sound, states, result)
     return result
 
 
@@ -49,7 +61,7 @@ def _read(
     catalog: Catalog, line: str, listed: dict[str, int], hint: checkpoints.Hint | None, result: LogCheck
 ) -> list[bytes | None]:
     """Return the records by number, None where one is missing; name those, and what lies far beyond the end."""
-    seqs = sorted(seq for key in listed if (seq := _number(key, f"log/{line}/")) is not None)
+    seqs = sorted(seq for key in listed if (seq := numbered(key, f"log/{line}/")) is not None)
     length = 0
     for seq in seqs:
         if seq - length > _MAX_HOLE:
@@ -85,18 +97,15 @@ def _read(
     return blobs
 
 
-def _number(key: str, prefix: str) -> int | None:
-    name = key.removeprefix(prefix).removesuffix(".json")
-    return int(name) if len(name) == 20 and name.isdecimal() else None
-
-
-def _parse(line: str, blobs: list[bytes | None], result: LogCheck) -> list[Record | None]:
+def _parse(catalog: Catalog, line: str, blobs: list[bytes | None], result: LogCheck) -> list[Record | None]:
+    """Parse records and check their signatures; one that is badly signed still has its place in the chain."""
     records: list[Record | None] = []
     for seq, data in enumerate(blobs):
         record = None
         if data is not None:
             try:
                 record = parse_record(data, record_key(line, seq))
+                catalog.signing.check(data, record_key(line, seq), catalog.store_sha256)
             except DcrError as error:
                 result.problems.append(Problem.of(error, record_key(line, seq)))
         records.append(record)
@@ -141,6 +150,7 @@ def _check_chain(
                 result.problems.append(Problem.of(error, record_key(line, seq)))
             whole = False
     result.rows.extend(state.rows)
+    result.history = state.history
     if not whole:
         result.rows.extend(_rows_beyond(catalog, line, len(state.rows)))
     return states
@@ -161,6 +171,7 @@ def _check_derived(
     line: str,
     listed: dict[str, int],
     hint: checkpoints.Hint | None,
+    sound: list[bytes | None],
     states: dict[int, LineState],
     result: LogCheck,
 ) -> None:
@@ -171,6 +182,9 @@ def _check_derived(
         if hint.checkpoint is not None and checkpoint_key(line, hint.checkpoint) not in listed:
             message = "the newest log checkpoint is missing; the next publisher writes another"
             result.problems.append(Problem(checkpoint_key(line, hint.checkpoint), message, "a checkpoint", "nothing"))
+        if (sides := checkpoints.misfit(hint, sound)) is not None:
+            message = "the log's hint is not of this log; delete it, it is derived"
+            result.problems.append(Problem(key, message, *sides))
     elif result.rows:
         found = "nothing" if key not in listed else "a damaged document"
         result.problems.append(
@@ -182,21 +196,47 @@ def _check_derived(
     for key, nbytes in listed.items():
         if key.startswith(prefix):
             result.sizes[key] = nbytes
-            seq = _number(key, prefix)
-            if seq is None or not _is_checkpoint(catalog, line, seq, states.get(seq)):
+            seq = numbered(key, prefix)
+            is_one = seq is not None and checkpoints.is_fold(
+                catalog.objects, line, seq, catalog.store_sha256, states.get(seq)
+            )
+            if not is_one:
                 message = "the log checkpoint cannot be used; delete it, it is derived"
                 result.problems.append(Problem(key, message, "a checkpoint of this log", "something else"))
 
 
-def _is_checkpoint(catalog: Catalog, line: str, seq: int, expected: LineState | None) -> bool:
-    """Whether a checkpoint can be read and, where that is known, is the fold of the records before it."""
-    found = checkpoints.read_checkpoint(catalog.objects, line, seq, catalog.store_sha256)
-    rows = checkpoints.read_rows(catalog.objects, line, seq, catalog.store_sha256)
-    if found is None or rows is None or expected is None:
-        return found is not None
-    told = (found.length, found.last_sha256, found.head, found.open)
-    if told != (expected.length, expected.last_sha256, expected.head, expected.open):
-        return False
-    earlier = [segment for segment in found.segments if segment < seq]
-    n_before = sum(row.seq < earlier[-1] for row in expected.rows) if earlier else 0
-    return rows == expected.rows[n_before:]
+def unreached(line: str, rows: list[VersionRow], history: History) -> list[Problem]:
+    """Name the versions that have not expired and to which no path leads any more, whatever the objects hold.
+
+    Edges from the version that the line goes on from count: whether a path leads there, its own line tells.
+    """
+    starts: dict[int, list[Base | None]] = {
+        row.version: [] if row.version in history.dead else [row.base] for row in rows
+    }
+    for edge in history.edges:
+        starts.setdefault(edge.version, []).append(edge.base)
+    reached: set[int] = set()
+    for number in sorted(starts):
+        before = [None if base is None else version_number(base.version) for base in starts[number]]
+        if any(start is None or start in reached or start not in starts for start in before):
+            reached.add(number)
+    message = "no path leads to the version, which has not expired; publish its weights again, or let it expire"
+    return [
+        Problem(version_name(line, row.version), message, "a delta, a fold or an anchor that leads on", "none")
+        for row in rows
+        if row.version not in reached and row.version not in history.expired
+    ]
+
+
+def check_origin(catalog: Catalog, line: str, origin: Origin) -> Problem | None:
+    """Check that the line's parent has the record from which the line follows; return what is wrong."""
+    key = record_key(origin.parent, origin.fork_seq)
+    try:
+        data = catalog.objects.get(key)
+        canonical.check_sha256(data, origin.fork_sha256, key)
+        record = parse_record(data, key)
+    except DcrError as error:
+        return Problem.of(error, key)
+    if isinstance(record, Fork) and (record.child, record.version.root) == (line, origin.row.root):
+        return None
+    return Problem(record_key(line, 0), "the line does not follow from what its parent says", "a fork", record.kind)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -187,6 +187,10 @@ class AffineMap:
 
     def to_bytes(self) -> bytes:
         """Return the document (schema/affine-map.json), canonical JSON."""
+        return canonical.encode(self.to_document())
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the document, as parts of others have it."""
         rows = [
             {
                 "boxes": [
@@ -197,12 +201,19 @@ class AffineMap:
             }
             for name, boxes in sorted(self.boxes.items())
         ]
-        return canonical.encode({"dtype": self.dtype, "format": FORMAT, "shape": list(self.shape), "tensors": rows})
+        return {"dtype": self.dtype, "format": FORMAT, "shape": list(self.shape), "tensors": rows}
 
     @classmethod
     def from_bytes(cls, data: bytes, key: str) -> Self:
         """Read a document; ``FormatError`` with the tensor if it is no map."""
-        fields = Fields.of(canonical.decode_object(data, key, FORMAT), key)
+        return cls.from_fields(Fields.of(canonical.decode_object(data, key, FORMAT), key))
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Self:
+        """Read a document that is parsed; ``FormatError`` with the tensor if it is no map."""
+        key = fields.key
+        if fields.text("format") != FORMAT:
+            raise FormatError("is a foreign document", key=key, expected=FORMAT, found=fields.text("format"))
         tensors: dict[str, list[int]] = {}
         boxes: dict[str, list[Box]] = {}
         try:

@@ -5,6 +5,7 @@ Decided by arithmetic on the boxes where that is cheaper, else by counting, a wi
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr_store.layout.boxes import Box, clipped, shared
+from dcr_store.layout.boxes import Box, Dim, box, clipped, merged, shared
 
 MAX_PARTS: Final = 1000
 _WINDOW: Final = 1 << 24  # values that are counted at once
@@ -87,6 +88,61 @@ def doubled(name: str, boxes: Iterable[Box]) -> Part | None:
         if found.parts:
             return found.parts[0]
     return None
+
+
+class Holding:
+    """What is held of one tensor, as it grows: boxes (``there``), each element once.
+
+    Only boxes whose spans meet are compared, and those that repeat evenly are taken together. So slices that come one
+    after the other, be they rows or columns, cost as much each as the first.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._starts: list[int] = []
+        self._spans: list[tuple[int, list[Box]]] = []  # by start: the end, and the boxes; spans are apart
+
+    def doubled(self, boxes: Iterable[Box]) -> Part | None:
+        """Return the first part that these have twice, or that is held already; None if there is none."""
+        new = list(boxes)
+        if (part := doubled(self.name, new)) is not None:
+            return part
+        for cluster in _clusters(new):
+            first, last = self._met(cluster)
+            met = [item for _, items in self._spans[first:last] for item in items]
+            n_pairs, span = len(met) * len(cluster), max(item.there_stop for item in cluster) - cluster[0].there
+            if n_pairs * _PAIR_COST <= max(span, _SMALL) and not any(shared(a, b) for a in met for b in cluster):
+                continue
+            if (part := doubled(self.name, [*met, *cluster])) is not None:
+                return part
+        return None
+
+    def add(self, boxes: Iterable[Box]) -> None:
+        """Hold these too; nothing of them is held already."""
+        for cluster in _clusters(_bare(item) for item in boxes):
+            first, last = self._met(cluster)
+            met = [item for _, items in self._spans[first:last] for item in items]
+            ends = [item.there_stop for item in cluster] + [end for end, _ in self._spans[first:last]]
+            start = min([cluster[0].there, *self._starts[first:last]])
+            self._starts[first:last] = [start]
+            self._spans[first:last] = [(max(ends), merged([*met, *cluster]) if met else cluster)]
+
+    def boxes(self) -> list[Box]:
+        """Return what is held, by rising place."""
+        return merged(item for _, items in self._spans for item in items)
+
+    def _met(self, cluster: Sequence[Box]) -> tuple[int, int]:
+        """Return the range of the spans that the span of a cluster meets."""
+        start, stop = cluster[0].there, max(item.there_stop for item in cluster)
+        first = bisect_right(self._starts, start)
+        if first and self._spans[first - 1][0] > start:
+            first -= 1
+        return first, max(bisect_left(self._starts, stop), first)
+
+
+def _bare(item: Box) -> Box:
+    """Return a box that is on its side here what it is there."""
+    return box(item.there, item.there, [Dim(dim.n, dim.there, dim.there) for dim in item.dims])
 
 
 class _Parts:

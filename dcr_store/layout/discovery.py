@@ -11,9 +11,8 @@ Pure, but for what the exporter does. Refuses exporters that give no tensors, a 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -24,8 +23,9 @@ from dcr_store.layout.affine_map import AffineMap
 from dcr_store.layout.boxes import Box
 from dcr_store.layout.dtypes import DTYPES, Bits, n_elements
 from dcr_store.layout.read_off import read_off
+from dcr_store.layout.reasons import COMPUTED, explained
 from dcr_store.layout.tensors import as_bits, describe, to_array
-from dcr_store.layout.trials import digits_of, n_digits, numbers_of, read_digits, trials, values_of
+from dcr_store.layout.trials import Digit, digits_of, n_digits, ordinary, same_values, trials, values_of
 
 Slices = Mapping[str, Any]
 Export = Callable[[Any], Iterable[tuple[str, Any]]]
@@ -54,7 +54,8 @@ class Discovery:
     maps : tuple of mapping of str to AffineMap
         For each rank, its slices' maps; also of those that hold nothing of any tensor, but not of packed dtypes.
     residual : tuple of Residual
-        What comes about otherwise; by tensor, ascending.
+        What comes about otherwise; by tensor, ascending. A reason begins with ``cast``, ``added``, ``scaled``,
+        ``computed``, ``made from nothing``, ``moved in too many parts`` or ``values of``.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -68,8 +69,8 @@ def discover(export: Export, slices: Slices | Sequence[Slices]) -> Discovery:
     Parameters
     ----------
     export : callable
-        Takes what `slices` is, of the same shapes and dtypes but other values; returns, or yields, canonical names and
-        tensors. Must not keep or change what it is given.
+        Takes what `slices` is, of the same shapes and dtypes but other values; returns, or yields, pairs of canonical
+        name and tensor, or returns a mapping. Must not keep or change what it is given.
     slices : mapping of str to tensor, or sequence of them
         Those of one rank, or, where the exporter gathers from other ranks, of all. numpy arrays or torch tensors on
         the CPU, of which only shapes and dtypes are used.
@@ -95,18 +96,97 @@ class _Source:
 
     @property
     def n_values(self) -> int:
-        return math.prod(self.shape)
+        return _n_values(self.dtype, self.shape)
+
+
+def _n_values(dtype: str, shape: Sequence[int]) -> int:
+    """Return how many values there are; of packed ones, how many bytes."""
+    row = DTYPES[dtype]
+    return n_elements(row, shape) // row.elements_per_value
 
 
 @dataclass
 class _Output:
-    """A canonical tensor, and what is known of each of its values so far."""
+    """A canonical tensor, and what is known of each of its values so far.
+
+    Attributes
+    ----------
+    origins : ndarray of int64, shape (n_values,)
+        Its number among the values of all slices of its dtype; negative if it is none's. Empty for a packed dtype.
+    held : ndarray of int64 or None
+        Which values have an origin; None: all.
+    constants : ndarray of int64 or None
+        Which have none, and were the same in each trial; None: not known before the second one.
+    first : ndarray of uintN
+        What came out in the first trial.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    origins: NDArray[np.int64]  # number in the sources of its dtype, from 1; 0 none; -1 no number
-    is_constant: NDArray[np.bool_]
-    first: Bits = field(default_factory=lambda: np.zeros(0, np.uint8))
+    origins: NDArray[np.int64]
+    held: NDArray[np.int64] | None = None
+    constants: NDArray[np.int64] | None = None
+    first: Bits | None = None
+
+    def compare(self, bits: Bits, given: Bits | None) -> None:
+        """Keep the origins of those values that came out as they went in.
+
+        Parameters
+        ----------
+        bits : ndarray of uintN
+            What came out.
+        given : ndarray of uintN or None
+            What all slices of its dtype had; None if there are none, and so no origins.
+        """
+        found = values_of(bits, self.dtype)
+        if given is not None and (self.held is None or len(self.held)):
+            numbers = self.origins if self.held is None else self.origins[self.held]
+            same = same_values(
+                found if self.held is None else found[self.held], values_of(given, self.dtype)[numbers]
+            )  # fmt: skip
+            if not same.all():
+                self.origins[np.flatnonzero(~same) if self.held is None else self.held[~same]] = -1
+                self.held = np.flatnonzero(self.origins >= 0)
+        if self.first is None:
+            self.first = bits.copy()
+            return
+        before = values_of(self.first, self.dtype)
+        if self.constants is None:
+            # What has an origin has just been other than in the first trial, as all that is given was.
+            self.constants = np.flatnonzero(same_values(found, before) & (self.origins < 0))
+        elif len(self.constants):
+            self.constants = self.constants[same_values(found[self.constants], before[self.constants])]
+
+    @property
+    def is_constant(self) -> NDArray[np.bool_]:
+        found = np.zeros(len(self.origins), bool)
+        found[self.constants] = True
+        return found
+
+    @property
+    def has_computed(self) -> bool:
+        """Whether any value has no origin and is no constant."""
+        n_held = len(self.origins) if self.held is None else len(self.held)
+        n_constant = 0 if self.constants is None else len(self.constants)
+        return n_held + n_constant < len(self.origins)
+
+
+def differs(export: Export, slices: Slices | Sequence[Slices], found: Discovery) -> str | None:
+    """Return how an exporter differs from what was discovered, by one run on ordinary numbers; None if in nothing.
+
+    Parameters
+    ----------
+    export, slices
+        As of ``discover``.
+    found : Discovery
+        With a map for each of `slices` but those of packed dtypes, and for no other.
+
+    Raises
+    ------
+    InvalidInputError
+        If the exporter gives a name twice, or what is no tensor.
+    """
+    return _Discoverer(export, slices).differs(found)
 
 
 class _Discoverer:
@@ -123,15 +203,41 @@ class _Discoverer:
                 start = self.n_of.get(dtype, 0)
                 framework: Literal["numpy", "torch"] = "numpy" if isinstance(tensor, np.ndarray) else "torch"
                 self.sources.append(_Source(rank, name, dtype, shape, framework, start))
-                self.n_of[dtype] = start + math.prod(shape)
+                self.n_of[dtype] = start + _n_values(dtype, shape)
         self.outputs: dict[str, _Output] = {}
+        self.reasons: Mapping[str, tuple[list[str], NDArray[np.int64]]] = {}
 
     def run(self) -> Discovery:
         self._read_numbers()
         rng = np.random.default_rng(0)
         for values in trials(sorted(self.n_of), self.n_of, rng):
             self._compare(values)
+        computed = [name for name, output in self.outputs.items() if output.has_computed]
+        self.reasons = explained(self._again, self.n_of, computed) if computed else {}
         return self._result()
+
+    def differs(self, found: Discovery) -> str | None:
+        """Return how the exporter differs from what was discovered."""
+        rng = np.random.default_rng()
+        values = {dtype: ordinary(dtype, n, rng) for dtype, n in self.n_of.items()}
+        given: dict[str, list[tuple[Bits, tuple[Box, ...]]]] = {name: [] for name in found.tensors}
+        for source in self.sources:
+            if not DTYPES[source.dtype].packed:
+                mine = values_of(values[source.dtype], source.dtype)[source.start : source.start + source.n_values]
+                for name, boxes in found.maps[source.rank][source.name].boxes.items():
+                    given[name].append((mine, boxes))
+        names = []
+        for name, dtype, shape, bits in self._exported(values):
+            names.append(name)
+            if found.tensors.get(name) != (dtype, shape):
+                return f"{name} is {dtype} {list(shape)}"
+            there = values_of(bits, dtype)
+            for mine, boxes in given[name]:
+                for item in boxes:
+                    from_here, to_there = item.positions()
+                    if not same_values(there[to_there], mine[from_here]).all():
+                        return f"values of {name} are others"
+        return None if names == list(found.tensors) else f"it gives {len(names)} tensors, in another order or others"
 
     # ------------------------------------------------------------------ runs
 
@@ -144,9 +250,7 @@ class _Discoverer:
             bits = values[source.dtype][per * source.start : per * (source.start + source.n_values)].copy()
             ranks[source.rank][source.name] = to_array(bits, source.dtype, source.shape, source.framework)
         seen: set[str] = set()
-        with np.errstate(all="ignore"):  # overflows are on purpose
-            exported = list(self.export(ranks[0] if self.is_alone else ranks))
-        for name, tensor in exported:
+        for name, tensor in self._run(ranks[0] if self.is_alone else ranks):
             if name in seen:
                 raise InvalidInputError("the exporter gives this tensor twice", key=name)
             seen.add(name)
@@ -160,38 +264,47 @@ class _Discoverer:
                 found=f"{len(seen)}",
             )
 
+    def _run(self, slices: Any) -> Iterator[tuple[str, Any]]:
+        """Yield what the exporter gives, each tensor before the next is asked for: it may reuse its memory."""
+        with np.errstate(all="ignore"):  # overflows are on purpose
+            found = self.export(slices)
+            exported = iter(found.items() if isinstance(found, Mapping) else found)
+        while True:
+            with np.errstate(all="ignore"):
+                item = next(exported, None)
+            if item is None:
+                return
+            yield item
+
     def _read_numbers(self) -> None:
         """Number all values of all slices, from 1, digit by digit, and read the numbers that come out."""
-        scales = {dtype: digits_of(dtype) for dtype in self.n_of}
-        n_runs = max([1, *(n_digits(n, len(scales[dtype])) for dtype, n in self.n_of.items())])
+        n_runs = max([1, *(n_digits(n + 1, len(digits_of(dtype))) for dtype, n in self.n_of.items())])
         weight = dict.fromkeys(self.n_of, 1)
         outputs: dict[str, _Output] = {}
         for run in range(n_runs):
-            values = {}
-            for dtype, n in self.n_of.items():
-                digits = scales[dtype]
-                number = np.arange(1, n + 1, dtype=np.int64) // weight[dtype] % len(digits)
-                values[dtype] = numbers_of(digits, dtype, number)
+            digits = {dtype: Digit(dtype, weight[dtype]) for dtype in self.n_of}
+            values = {
+                dtype: digits[dtype].shown(n + 1)[DTYPES[dtype].elements_per_value :] for dtype, n in self.n_of.items()
+            }
             for name, dtype, shape, bits in self._exported(values):
                 if run == 0:
-                    per = DTYPES[dtype].elements_per_value
-                    n = 0 if DTYPES[dtype].packed else len(bits) // per
-                    outputs[name] = _Output(dtype, shape, np.zeros(n, np.int64), np.ones(n, bool))
+                    n = 0 if DTYPES[dtype].packed else _n_values(dtype, shape)
+                    outputs[name] = _Output(dtype, shape, np.full(n, -1))
                 output = outputs.get(name)
                 self._require_same(output, name, dtype, shape)
                 assert output is not None
-                if dtype in scales:
-                    digit = read_digits(scales[dtype], dtype, bits)
-                    output.origins[digit < 0] = -1
-                    is_number = output.origins >= 0
-                    output.origins[is_number] += digit[is_number] * weight[dtype]
+                if dtype in digits and len(output.origins):
+                    output.origins += digits[dtype].read(bits)
             if run == 0:
                 self.outputs = outputs
-            for dtype, digits in scales.items():
-                if weight[dtype] <= self.n_of[dtype]:
-                    weight[dtype] *= len(digits)
+            for dtype, n in self.n_of.items():
+                if weight[dtype] <= n:
+                    weight[dtype] *= len(digits[dtype].digits)
         for output in outputs.values():
-            output.origins[output.origins > self.n_of.get(output.dtype, 0)] = -1
+            is_none = (output.origins < 0) | (output.origins >= self.n_of.get(output.dtype, 0))
+            if is_none.any():
+                output.origins[is_none] = -1
+                output.held = np.flatnonzero(~is_none)
 
     def _require_same(self, output: _Output | None, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         if output is None or (output.dtype, output.shape) != (dtype, shape):
@@ -202,22 +315,17 @@ class _Discoverer:
                 found=f"{dtype} {list(shape)}",
             )
 
-    def _compare(self, values: Mapping[str, Bits]) -> None:
-        """Keep the numbers of those values that come out as they went in."""
+    def _again(self, values: Mapping[str, Bits]) -> Iterator[tuple[str, str, Bits]]:
+        """Run the exporter on slices of these bits, and hold it to what it gave before."""
         for name, dtype, shape, bits in self._exported(values):
-            output = self.outputs.get(name)
-            self._require_same(output, name, dtype, shape)
-            assert output is not None
-            if len(output.origins) == 0:
-                continue
-            found = values_of(bits, dtype)
-            if len(output.first) == 0:
-                output.first = bits.copy()
-            output.is_constant &= (found == values_of(output.first, dtype)).all(1)
-            if dtype in values:
-                held = np.flatnonzero(output.origins > 0)
-                given = values_of(values[dtype], dtype)[output.origins[held] - 1]
-                output.origins[held[(found[held] != given).any(1)]] = -1
+            self._require_same(self.outputs.get(name), name, dtype, shape)
+            yield name, dtype, bits
+
+    def _compare(self, values: Mapping[str, Bits]) -> None:
+        """Keep the origins of those values that come out as they went in."""
+        for name, dtype, bits in self._again(values):
+            if len(self.outputs[name].origins):
+                self.outputs[name].compare(bits, values.get(dtype))
 
     # ------------------------------------------------------------------ what it says
 
@@ -228,7 +336,9 @@ class _Discoverer:
             found = self._boxes(output)
             if found is None:
                 if n := n_elements(DTYPES[output.dtype], output.shape):
-                    residual.append(Residual(name, 0, n, self._why_not(output)))
+                    is_packed = DTYPES[output.dtype].packed
+                    reason = f"values of {output.dtype} are no whole bytes" if is_packed else "moved in too many parts"
+                    residual.append(Residual(name, 0, n, reason))
                 continue
             for key, items in found.items():
                 boxes[key][name] = items
@@ -244,16 +354,25 @@ class _Discoverer:
 
     def _boxes(self, output: _Output) -> dict[tuple[int, str], list[Box]] | None:
         """Return the boxes of a tensor by rank and slice; None if it has too many parts."""
-        if DTYPES[output.dtype].packed or np.count_nonzero(np.diff(output.origins > 0)) > 2 * _MAX_RANGES:
+        if DTYPES[output.dtype].packed:
             return None
-        there = np.flatnonzero(output.origins > 0)
-        numbers = output.origins[there] - 1
+        if output.held is None:
+            there, numbers = np.arange(len(output.origins)), output.origins
+        else:
+            if np.count_nonzero(np.diff(output.held) > 1) > _MAX_RANGES:
+                return None
+            there, numbers = output.held, output.origins[output.held]
         mine = [source for source in self.sources if source.dtype == output.dtype and source.n_values]
         starts = np.array([source.start for source in mine], np.int64)
-        which = np.searchsorted(starts, numbers, side="right") - 1
+        edges = np.searchsorted(starts, [numbers.min(), numbers.max()] if len(numbers) else [], side="right") - 1
+        if len(set(edges.tolist())) == 1:
+            which, indices = np.zeros(0, np.int64), edges.tolist()[:1]
+        else:
+            which = np.searchsorted(starts, numbers, side="right") - 1
+            indices = np.flatnonzero(np.bincount(which)).tolist()
         found = {}
-        for index in np.unique(which).tolist():
-            held = which == index
+        for index in indices:
+            held = which == index if len(which) else slice(None)
             items = read_off(numbers[held] - mine[index].start, there[held])
             if items is None:
                 return None
@@ -261,21 +380,14 @@ class _Discoverer:
         return found
 
     def _residual(self, name: str, output: _Output) -> Iterator[Residual]:
-        kinds = np.where(output.origins > 0, 0, np.where(output.is_constant, 1, 2))
+        reasons, which = self.reasons.get(name, ([COMPUTED], np.zeros(1, np.int64)))
+        if output.held is None:
+            return
+        kinds = np.where(output.origins >= 0, 0, np.where(output.is_constant, 1, 2 + which))
         edges = np.flatnonzero(np.diff(kinds, prepend=-1))
         for start, stop in itertools.pairwise([*edges.tolist(), len(kinds)]):
             if kinds[start]:
-                reason = "made from nothing" if kinds[start] == 1 else self._computed(output)
+                reason = "made from nothing" if kinds[start] == 1 else reasons[kinds[start] - 2]
+                if reason == COMPUTED and output.dtype not in self.n_of:
+                    reason = f"cast: no slice has the dtype {output.dtype}"
                 yield Residual(name, start, stop, reason)
-
-    def _why_not(self, output: _Output) -> str:
-        if DTYPES[output.dtype].packed:
-            return f"values of {output.dtype} are no whole bytes"
-        if not (output.origins > 0).any():
-            return self._computed(output)
-        return "moved in too many parts"
-
-    def _computed(self, output: _Output) -> str:
-        if output.dtype not in self.n_of:
-            return f"cast: no slice has the dtype {output.dtype}"
-        return "computed: other bits than any slice has"

@@ -19,7 +19,7 @@ from dcr_store.errors import InvalidInputError, NotFoundError
 from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES
 from dcr_store.layout import document
-from dcr_store.layout.dtypes import MAX_ELEMENTS, aligned, dtype, n_elements, shown
+from dcr_store.layout.dtypes import DTYPES, MAX_ELEMENTS, aligned, dtype, n_elements, shown
 from dcr_store.layout.entry import TensorEntry, name_problem
 
 if TYPE_CHECKING:
@@ -115,7 +115,9 @@ class Layout:
         if found is not None:
             return found
         close = _close_names(str(name)[:200], self._by_name)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"the layout has {len(self.tensors)} tensors"
+        some = ", ".join(list(self._by_name)[:3])
+        n = len(self.tensors)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"the layout has {n} tensors, such as {some}"
         raise NotFoundError(f"there is no tensor {str(name)[:200]!r}; {hint}")
 
     def serves(self, other: Layout) -> bool:
@@ -236,6 +238,40 @@ class LayoutBuilder:
             raise InvalidInputError(f"{shown(name)} cannot name a tensor: {problem}")
         if name in self._owner:
             raise InvalidInputError("is the name of two tensors; each needs its own", key=str(name))
+
+
+def layout_of(tensors: Mapping[str, tuple[str, Sequence[int]]], aliases: Mapping[str, str] | None = None) -> Layout:
+    """Return the layout of tensors given by dtype and shape, and of further names of them.
+
+    Raises
+    ------
+    InvalidInputError
+        If something else is given, or a tensor cannot be stored; names the tensor.
+    """
+    for key, mapping in (("tensors", tensors), ("aliases", {} if aliases is None else aliases)):
+        if not isinstance(mapping, Mapping):
+            found = type(mapping).__name__
+            raise InvalidInputError("is no mapping by name", key=key, expected="a mapping", found=found)
+    builder = LayoutBuilder()
+    for name, given in tensors.items():
+        if not isinstance(given, tuple | list) or len(given) != 2 or not isinstance(given[1], Sequence):
+            raise InvalidInputError(
+                "is to be given by its dtype and shape, not by its values",
+                key=str(name),
+                expected="such as ('BF16', (4096, 1024))",
+                found=shown(given) if isinstance(given, tuple | list | str) else type(given).__name__,
+            )
+        if not isinstance(given[0], str) or given[0] not in DTYPES:
+            raise InvalidInputError(
+                "its dtype is to be given by a name that safetensors has",
+                key=str(name),
+                expected=f"one of {', '.join(DTYPES)}",
+                found=shown(given[0]),
+            )
+        builder.add(name, given[0], tuple(given[1]))
+    for alias, of in (aliases or {}).items():
+        builder.add_alias(alias, of)
+    return builder.build()
 
 
 def _close_names(name: str, names: Iterable[str]) -> list[str]:

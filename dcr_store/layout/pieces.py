@@ -45,6 +45,11 @@ class Piece:
         return sum(item.n_elements for item in self.boxes)
 
     @cached_property
+    def span(self) -> tuple[int, int]:
+        """The first element of the chunk that it has, and the one after its last."""
+        return min(item.there for item in self.boxes), max(item.there_stop for item in self.boxes)
+
+    @cached_property
     def _is_ascending(self) -> bool:
         return all(a.there_stop <= b.there for a, b in itertools.pairwise(self.boxes))
 
@@ -53,7 +58,10 @@ class Piece:
         start = 0
         for item in self.boxes:
             stop = start + item.n_elements
-            _copy(_view(local, item.here, item, "here"), out[start:stop].reshape([dim.n for dim in item.dims]))
+            if _is_adjacent(item):
+                np.copyto(out[start:stop], local[item.here : item.here + item.n_elements])
+            else:
+                _copy(_view(local, item.here, item, "here"), out[start:stop].reshape([dim.n for dim in item.dims]))
             start = stop
 
     def gather_chunk(self, chunk: Bits, out: Bits) -> None:
@@ -71,6 +79,16 @@ class Piece:
             stop = start + item.n_elements
             np.copyto(_view(chunk, item.there, item, "there"), packed[start:stop].reshape([dim.n for dim in item.dims]))
             start = stop
+
+    def take(self, chunk: Bits, local: Bits) -> None:
+        """Copy the piece's elements of the whole chunk to their places in a slice."""
+        for item in self.boxes:
+            np.copyto(_view(local, item.here, item, "here"), _view(chunk, item.there, item, "there"))
+
+    def put(self, local: Bits, chunk: Bits) -> None:
+        """Copy the piece's elements of a slice to their places in the chunk; the others stay."""
+        for item in self.boxes:
+            np.copyto(_view(chunk, item.there, item, "there"), _view(local, item.here, item, "here"))
 
     def place(self, positions: NDArray[np.uint32], values: Bits) -> tuple[NDArray[np.uint32], Bits]:
         """Return where in the chunk packed elements are, ascending, and their values in this order.
@@ -101,6 +119,16 @@ def _view(bits: Bits, start: int, item: Box, side: str) -> NDArray[Any]:
     return np.lib.stride_tricks.as_strided(bits[start:], [dim.n for dim in item.dims], strides)
 
 
+def _is_adjacent(item: Box) -> bool:
+    """Tell whether the elements lie one after the other in the slice, in the chunk's order."""
+    n = 1
+    for dim in reversed(item.dims):
+        if dim.here != n:
+            return False
+        n *= dim.n
+    return True
+
+
 def _copy(source: NDArray[Any], out: NDArray[Any]) -> None:
     """Copy a strided view to a C-contiguous array, in tiles where the source runs in another direction.
 
@@ -108,7 +136,7 @@ def _copy(source: NDArray[Any], out: NDArray[Any]) -> None:
     times slower.
     """
     if source.ndim > 1:
-        axis = int(np.argmin(source.strides))
+        axis = source.strides.index(min(source.strides))
         n_across, n_along = source.shape[axis], source.shape[-1]
         if axis != source.ndim - 1 and min(n_across, n_along) >= _TILE // 4:
             turned, turned_out = np.moveaxis(source, axis, -2), np.moveaxis(out, axis, -2)
@@ -128,10 +156,11 @@ def _placed(item: Box, positions: NDArray[np.uint32]) -> NDArray[np.uint32]:
         return positions + np.uint32(item.there)
     found = np.full(len(positions), item.there, np.uint32)
     rest = positions
-    for dim in reversed(item.dims):
-        rest, index = np.divmod(rest, np.uint32(dim.n))
-        found += index * np.uint32(dim.there)
-    return found
+    for dim in reversed(item.dims[1:]):
+        outer = rest // np.uint32(dim.n)  # twice as fast as divmod
+        found += (rest - outer * np.uint32(dim.n)) * np.uint32(dim.there)
+        rest = outer
+    return found + rest * np.uint32(item.dims[0].there)
 
 
 def in_elements(boxes: tuple[Box, ...], dtype: str) -> tuple[Box, ...]:

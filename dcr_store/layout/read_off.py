@@ -31,10 +31,13 @@ def read_off(here: Indices, there: Indices) -> list[Box] | None:
         By rising place there; None if there would be more than ``MAX_BOXES``.
     """
     shapes: list[tuple[Dim, ...]] = [()]  # what is within each item so far
-    kinds = np.zeros(len(here), np.int64)
+    kinds = np.zeros(len(here), np.int32)
     while True:
         n_before = len(here)
-        here, there, kinds = _level(here, there, kinds, shapes)
+        level = _level(here, there, kinds, shapes)
+        if level is None:
+            return None
+        here, there, kinds = level
         if len(here) == n_before:
             break
     if len(here) > MAX_BOXES:
@@ -44,24 +47,31 @@ def read_off(here: Indices, there: Indices) -> list[Box] | None:
 
 
 def _level(
-    here: Indices, there: Indices, kinds: Indices, shapes: list[tuple[Dim, ...]]
-) -> tuple[Indices, Indices, Indices]:
-    """Take neighbours of one kind at even steps together; new kinds are added to `shapes`."""
+    here: Indices, there: Indices, kinds: NDArray[np.int32], shapes: list[tuple[Dim, ...]]
+) -> tuple[Indices, Indices, NDArray[np.int32]] | None:
+    """Take neighbours of one kind at even steps together; new kinds are added to `shapes`, and change `kinds`.
+
+    None if there will be more than ``MAX_BOXES`` boxes.
+    """
     if len(here) < 2:
         return here, there, kinds
-    steps = np.stack([np.diff(here), np.diff(there)], 1)
-    is_same = kinds[1:] == kinds[:-1]
-    first = np.flatnonzero(
-        np.concatenate([[True], (steps[1:] != steps[:-1]).any(1) | (kinds[1:-1] != kinds[:-2]) | ~is_same[1:]])
-    )
-    stop = np.append(first[1:], len(steps))  # of the steps that are alike; they join items first … stop, stop included
-    step_here, step_there, kind = steps[first, 0], steps[first, 1], kinds[first]
-    joined = {
-        key: _joined(shapes[key[0]], key[1], key[2])
-        for key in set(zip(kind.tolist(), step_here.tolist(), step_there.tolist(), strict=True))
-    }
-    keys = list(zip(kind.tolist(), step_here.tolist(), step_there.tolist(), strict=True))
-    is_joint = is_same[first] & np.array([joined[key] for key in keys], bool)
+    steps_here, steps_there = np.diff(here), np.diff(there)
+    is_other = kinds[1:] != kinds[:-1]
+    is_first = np.ones(len(steps_here), bool)
+    is_first[1:] = steps_here[1:] != steps_here[:-1]
+    is_first[1:] |= steps_there[1:] != steps_there[:-1]
+    is_first[1:] |= is_other[:-1]
+    is_first[1:] |= is_other[1:]
+    first = np.flatnonzero(is_first)
+    stop = np.append(first[1:], len(steps_here))  # of steps that are alike; they join items first … stop, stop included
+    step_here, step_there, kind = steps_here[first], steps_there[first], kinds[first]
+    is_joint = ~is_other[first] & (step_here > 0) & (step_there > 0)  # enough for single elements
+    joined: dict[tuple[int, int, int], bool] = {}
+    for index in np.flatnonzero(is_joint & (kind > 0)).tolist():
+        key = int(kind[index]), int(step_here[index]), int(step_there[index])
+        if key not in joined:
+            joined[key] = is_box(0, 0, (Dim(2, key[1], key[2]), *shapes[key[0]]))
+        is_joint[index] = joined[key]
     weight = np.where(is_joint, stop - first, 0)
     # Two runs of steps share an item: the longer run has it; of equal ones that of the smaller step, then the earlier.
     wins = weight[:-1] > weight[1:]
@@ -72,24 +82,25 @@ def _level(
     start[1:] += wins
     end[:-1] -= ~wins
     n = end - start
-    is_run = is_joint & (n > 1)
-    table: dict[tuple[tuple[int, int, int], int], int] = {}
-    for index in np.flatnonzero(is_run).tolist():
-        (old, here_step, there_step), n_items = keys[index], int(n[index])
-        dims = (Dim(n_items, here_step, there_step), *shapes[old])
-        if (keys[index], n_items) not in table and is_box(0, 0, dims):
-            table[keys[index], n_items] = len(shapes)
-            shapes.append(dims)
-        is_run[index] = (keys[index], n_items) in table
-    taken = np.zeros(len(here) + 1, np.int64)
-    np.add.at(taken, start[is_run], 1)
-    np.add.at(taken, end[is_run], -1)
-    is_head = np.cumsum(taken[:-1]) == 0
-    is_head[start[is_run]] = True
-    new_kinds = kinds.copy()
-    new_kinds[start[is_run]] = [table[keys[index], int(n[index])] for index in np.flatnonzero(is_run)]
-    return here[is_head], there[is_head], new_kinds[is_head]
-
-
-def _joined(shape: tuple[Dim, ...], here: int, there: int) -> bool:
-    return here > 0 and there > 0 and is_box(0, 0, (Dim(2, here, there), *shape))
+    runs = np.flatnonzero(is_joint & (n > 1))
+    made: dict[tuple[int, int, int, int], int] = {}  # -1: no box
+    found: list[int] = []
+    n_shapes = len(shapes)
+    for run in zip(*(of[runs].tolist() for of in (kind, n, step_here, step_there)), strict=True):
+        if run not in made:
+            dims = (Dim(*run[1:]), *shapes[run[0]])
+            made[run] = len(shapes) if is_box(0, 0, dims) else -1
+            if made[run] >= 0:
+                shapes.append(dims)
+            if len(shapes) - n_shapes > MAX_BOXES:
+                return None  # no two of these kinds will ever be one box
+        found.append(made[run])
+    new_kinds = np.array(found, np.int32)
+    runs, new_kinds = runs[new_kinds >= 0], new_kinds[new_kinds >= 0]
+    taken = np.zeros(len(here) + 1, np.int8)
+    np.add.at(taken, start[runs], 1)
+    np.add.at(taken, end[runs], -1)
+    is_head = np.cumsum(taken[:-1], dtype=np.int8) == 0
+    is_head[start[runs]] = True
+    kinds[start[runs]] = new_kinds
+    return here[is_head], there[is_head], kinds[is_head]

@@ -9,7 +9,7 @@ so. Pure; refuses shapes that do not fit with ``InvalidInputError``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 from dcr_store.errors import InvalidInputError
@@ -208,9 +208,38 @@ def row_parallel(name: str, dtype: str, shape: Sequence[int], rank: int, n_ranks
 def fused(tensors: Mapping[str, Sequence[int]], dtype: str, rank: int, n_ranks: int) -> AffineMap:
     """Return the map of tensors that are each split over the ranks in dimension 0, and then concatenated on each.
 
-    So a gated MLP has gate and up (``{gate: shape, up: shape}``), and a Mamba in_proj has z, x, B, C and dt.
+    So a gated MLP has gate and up (``{gate: shape, up: shape}``). Where the checkpoint has them as one: `sections`.
     """
     return concatenated([column_parallel(name, dtype, shape, rank, n_ranks) for name, shape in tensors.items()])
+
+
+def sections(
+    name: str, dtype: str, shape: Sequence[int], n_rows: Sequence[int], rank: int, n_ranks: int, dim: int = 0
+) -> AffineMap:
+    """Return the map of one tensor whose sections are each split over the ranks, and then concatenated on each.
+
+    So Mamba has in_proj (z, x, B, C and dt) and conv1d (x, B and C), and a gated MLP whose gate and up are one tensor.
+
+    Parameters
+    ----------
+    n_rows : sequence of int
+        How much of dimension `dim` each section has; together all of it.
+    """
+    at = dim % max(len(shape), 1)
+    if not -len(shape) <= dim < len(shape) or sum(n_rows) != shape[at] or any(n % n_ranks for n in n_rows):
+        raise InvalidInputError(
+            "sections do not divide over the ranks",
+            key=name,
+            expected=f"all of dimension {dim} of {list(shape)}, in multiples of {n_ranks}",
+            found=list(n_rows),
+        )
+    full = whole(name, dtype, shape)
+    parts, start = [], 0
+    for n in n_rows:
+        section = narrowed(full, at, start, n)
+        parts.append(narrowed(section, at, rank * (n // n_ranks), n // n_ranks))
+        start += n
+    return concatenated(parts, at)
 
 
 def interleaved(tensors: Mapping[str, Sequence[int]], dtype: str, n_groups: int) -> AffineMap:
@@ -233,9 +262,44 @@ def interleaved(tensors: Mapping[str, Sequence[int]], dtype: str, n_groups: int)
     return reshaped(joined, [n_groups * joined.shape[1], *joined.shape[2:]])
 
 
-def qkv(tensors: Mapping[str, Sequence[int]], dtype: str, n_groups: int, rank: int, n_ranks: int) -> AffineMap:
-    """Return the map of a rank's part of ``interleaved`` tensors."""
-    return _rank_of(interleaved(tensors, dtype, n_groups), rank, n_ranks)
+def qkv(
+    tensors: Mapping[str, Sequence[int]],
+    dtype: str,
+    n_groups: int,
+    rank: int,
+    n_ranks: int,
+    *,
+    copied: Collection[str] = (),
+) -> AffineMap:
+    """Return the map of a rank's part of ``interleaved`` tensors.
+
+    Parameters
+    ----------
+    copied : collection of str
+        Where there are more ranks than groups: the tensors (k and v) of which all ranks of a group hold the group's
+        rows. They are the first rank's in the maps, so that one writes them; in the others' they are nobody's. By
+        default ranks share all rows of a group, as Megatron has it.
+    """
+    if unknown := sorted(set(copied) - set(tensors)):
+        raise InvalidInputError("is none of the tensors", key=unknown[0], expected=sorted(tensors), found="in copied")
+    if n_ranks <= n_groups or not copied:
+        return _rank_of(interleaved(tensors, dtype, n_groups), rank, n_ranks)
+    n_each, rest = divmod(n_ranks, n_groups)
+    if rest or not 0 <= rank < n_ranks:
+        raise InvalidInputError(
+            "groups do not divide over the ranks",
+            key=", ".join(tensors),
+            expected=f"a multiple of {n_groups} ranks, and a rank below",
+            found=f"rank {rank} of {n_ranks}",
+        )
+    group, which = divmod(rank, n_each)
+    parts = []
+    for name, shape in tensors.items():
+        mine = _rank_of(whole(name, dtype, shape), group, n_groups)
+        if name not in copied:
+            mine = _rank_of(mine, which, n_each)
+        parts.append(AffineMap.of(dtype, mine.shape, {}, {}) if name in copied and which else mine)
+    return concatenated(parts)
 
 
 def stacked_experts(

@@ -1,6 +1,7 @@
 """The fold of a line's log (docs/spec/v1.md §9): one pure function from state and record to state. No I/O.
 
-Refuses a record that is illegal at its place, naming it, so that every reader sees the same history or none.
+Refuses a record that is illegal at its place, naming it, so that every reader sees the same history or none. What
+maintenance does is folded in ``log.history``.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from typing import Any, Final
 
 from dcr_store.errors import IntegrityError
 from dcr_store.format import canonical
-from dcr_store.format.documents import Base, Counts, ObjectRef
+from dcr_store.format.documents import Base
 from dcr_store.format.fields import MAX_VERSION, Fields
 from dcr_store.format.names import record_key, version_name
-from dcr_store.format.records import Abort, Begin, Commit, Record, Resume
+from dcr_store.format.records import Abort, Begin, Commit, OfTransaction, Origin, Record, Resume
+from dcr_store.format.rows import VersionRow
+from dcr_store.log import history
+from dcr_store.log.history import UNTOUCHED, History, Illegal, Place
 
 INLINE_NBYTES: Final = 1024
 
@@ -71,67 +75,20 @@ class OpenTransaction:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionRow:
-    """One committed version, as the log tells it.
+class Source:
+    """Where a line comes from that goes on from another one: a version of that line's own."""
 
-    ``message`` and ``metadata`` are None where they are too long for a checkpoint; then they stand in record
-    ``begin_seq``.
-    """
-
-    version: int
-    seq: int
-    begin_seq: int
-    txid: str
-    attempt: int
-    base: Base | None
-    layout: str
-    root: str
-    manifest: ObjectRef
-    counts: Counts
-    message: str | None
-    metadata: dict[str, Any] | None
-    created_at: str
-    record_sha256: str
+    line: str
+    row: VersionRow
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return {
-            "version": self.version,
-            "seq": self.seq,
-            "begin_seq": self.begin_seq,
-            "txid": self.txid,
-            "attempt": self.attempt,
-            "base": None if self.base is None else self.base.to_json(),
-            "layout": self.layout,
-            "root": self.root,
-            "manifest": self.manifest.to_json(),
-            "counts": self.counts.to_json(),
-            "message": self.message,
-            "metadata": self.metadata,
-            "created_at": self.created_at,
-            "record_sha256": self.record_sha256,
-        }
+        return {"line": self.line, "row": self.row.to_json()}
 
     @classmethod
-    def from_json(cls, fields: Fields) -> VersionRow:
+    def from_json(cls, fields: Fields) -> Source:
         """Parse; ``FormatError`` names the field."""
-        metadata = fields.optional_object("metadata")
-        return cls(
-            fields.count("version", 0, MAX_VERSION),
-            fields.count("seq"),
-            fields.count("begin_seq"),
-            fields.hex("txid", 32),
-            fields.count("attempt"),
-            Base.from_json(fields.optional_object("base")),
-            fields.hex("layout", 64),
-            fields.hex("root", 64),
-            ObjectRef.from_json(fields.object("manifest")),
-            Counts.from_json(fields.object("counts")),
-            fields.optional_text("message"),
-            None if metadata is None else metadata.document,
-            fields.time("created_at"),
-            fields.hex("record_sha256", 64),
-        )
+        return cls(fields.line(), VersionRow.from_json(fields.object("row")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +97,16 @@ class LineState:
 
     Attributes
     ----------
+    head : VersionRow or None
+        The last version; the one that the line goes on from, while it has none of its own.
     last_sha256 : str
         SHA-256 of the last record; of ``dcr.json`` while there is none.
     rows : tuple of VersionRow
         The versions since the last segment of checkpoints, oldest first.
     segments : tuple of int
         Checkpoints that hold the rows before those.
+    source : Source or None
+        The version of another line that this one goes on from.
     """
 
     line: str
@@ -155,6 +116,13 @@ class LineState:
     open: OpenTransaction | None = None
     rows: tuple[VersionRow, ...] = ()
     segments: tuple[int, ...] = ()
+    source: Source | None = None
+    history: History = UNTOUCHED
+
+    @property
+    def first(self) -> int:
+        """The number of the line's first own version, whether or not it has one."""
+        return 0 if self.source is None else self.source.row.version + 1
 
     @property
     def next_version(self) -> int:
@@ -221,12 +189,19 @@ def apply(state: LineState, record: Record, data: bytes) -> LineState:
                 record.created_at,
             ),
         )
-    require(
-        pending is not None and pending.txid == record.txid,
-        "its transaction is not open",
-        pending and pending.txid,
-        record.txid,
-    )
+    if isinstance(record, Origin):
+        require(record.seq == 0, "a line comes from another one by its first record alone", 0, record.seq)
+        require(record.parent != state.line, "a line cannot come from itself", "another line", record.parent)
+        return replace(advanced, head=record.row, source=Source(record.parent, record.row))
+    is_of_open = isinstance(record, OfTransaction) and pending is not None and pending.txid == record.txid
+    if not isinstance(record, Commit) and not is_of_open:
+        head = -1 if state.head is None else state.head.version
+        try:
+            return replace(advanced, history=history.apply(state.history, record, Place(state.line, state.first, head)))
+        except Illegal as error:
+            require(False, error.rule, error.expected, error.found)
+    assert isinstance(record, OfTransaction)
+    require(is_of_open, "its transaction is not open", pending and pending.txid, record.txid)
     assert pending is not None
     if isinstance(record, Resume):
         require(
@@ -255,5 +230,5 @@ def apply(state: LineState, record: Record, data: bytes) -> LineState:
             advanced.last_sha256,
         )
         return replace(advanced, open=None, head=row, rows=(*state.rows, row))
-    require(isinstance(record, Abort), "its kind has no rule", "begin, resume, commit or abort", record.kind)
+    require(isinstance(record, Abort), "its transaction is another kind of work", "abort", record.kind)
     return replace(advanced, open=None)

@@ -41,6 +41,7 @@ from dcr_store.format.names import (
 from dcr_store.log import group_fold
 from dcr_store.log.group_fold import GroupState
 from dcr_store.log.record_log import RecordLog
+from dcr_store.log.signing import UNSIGNED, Signing
 from dcr_store.ports import ObjectStore
 
 
@@ -58,15 +59,17 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
     group : str
     store_sha256 : str
         SHA-256 of ``dcr.json``, with which the hash chain starts.
+    signing : Signing
+        As of ``RecordLog``.
     """
 
     event_prefix = "group"
     decides_on_records = True
 
-    def __init__(self, objects: ObjectStore, group: str, store_sha256: str) -> None:
+    def __init__(self, objects: ObjectStore, group: str, store_sha256: str, signing: Signing = UNSIGNED) -> None:
         self.group = check_group(group)
         self.name = f"group {group}"
-        super().__init__(objects, store_sha256)
+        super().__init__(objects, store_sha256, signing)
 
     def _empty(self) -> GroupState:
         return GroupState(self.group, 0, self.store_sha256)
@@ -87,7 +90,7 @@ class GroupLog(RecordLog[GroupState, GroupRecord]):
         state = read_checkpoint(self.objects, self.group, self.store_sha256)
         if state is None:
             return None, 0
-        return state if self._is_last(state) else None, state.length
+        return state if not self.is_trusting and self._is_last(state) else None, state.length
 
     def _note(self, record: GroupRecord) -> None:
         if not isinstance(record, Promote):

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from dcr_store import events
-from dcr_store.errors import DcrError, FormatError, IntegrityError, NotFoundError, OutcomeUnknownError
+from dcr_store.errors import ConflictError, DcrError, FormatError, IntegrityError, NotFoundError, OutcomeUnknownError
 from dcr_store.format import canonical
+from dcr_store.format.copies import identity
 from dcr_store.format.names import STORE_KEY
+from dcr_store.log.signing import UNSIGNED, Signing
 from dcr_store.objects.threads import Threads
 from dcr_store.ports import Doubtable, ObjectStore
 
@@ -30,6 +32,10 @@ class LogRecord(Protocol):
     @property
     def kind(self) -> Any:
         """The record's kind."""
+
+    @property
+    def prev(self) -> str:
+        """SHA-256 of the record before."""
 
     def to_bytes(self) -> bytes:
         """Return the stored bytes."""
@@ -59,11 +65,16 @@ class RecordLog(ABC, Generic[S, R]):
     objects : ObjectStore
     store_sha256 : str
         SHA-256 of ``dcr.json``, with which the hash chain starts.
+    signing : Signing
+        How records are signed, and which keys are trusted. With trusted keys nothing is taken from log checkpoints,
+        which nobody signs: all records are read.
 
     Attributes
     ----------
     state : S
         The fold, as of the last refresh or append.
+    n_readings : int
+        How many times the log was read to its end: what is to be read after it is, once it is another number.
     """
 
     name: str
@@ -73,11 +84,14 @@ class RecordLog(ABC, Generic[S, R]):
     decides_on_records: bool = False
     """Whether nothing is appended on what a log checkpoint alone says."""
 
-    def __init__(self, objects: ObjectStore, store_sha256: str) -> None:
+    def __init__(self, objects: ObjectStore, store_sha256: str, signing: Signing = UNSIGNED) -> None:
         self.objects = objects
         self.store_sha256 = store_sha256
+        self._signing = signing
         self.state: S = self._empty()
+        self.n_readings = 0
         self._is_derived = False  # whether the state began with a log checkpoint
+        self._last: bytes | None = None  # the record before `state.length`, if it was read or put
         self._unresolved: tuple[str, bytes] | None = None
         self._opened = False
         self._lock = threading.RLock()
@@ -104,13 +118,27 @@ class RecordLog(ABC, Generic[S, R]):
 
     @abstractmethod
     def _open(self) -> tuple[S | None, int]:
-        """Return a log checkpoint's state, if one can be used, and a length that the log had once."""
+        """Return a log checkpoint's state, if one can be used, and a length that the log had once.
+
+        None may be used where `is_trusting`.
+        """
 
     @abstractmethod
     def _note(self, record: R) -> None:
         """Write what is derived from the log, after a record of ours. A failing backend is no error there."""
 
     # ------------------------------------------------------------------ reading
+
+    @property
+    def is_trusting(self) -> bool:
+        """Whether records count only if keys that are trusted have signed them."""
+        return self._signing.trusted is not None
+
+    def read_record(self, data: bytes, key: str) -> R:
+        """Parse a record as stored, and check its signature if keys are trusted."""
+        record = self._parse(data, key)
+        self._signing.check(data, key, self.store_sha256)
+        return record
 
     def refresh(self) -> S:
         """Read on from where the state ends; return the new state.
@@ -144,6 +172,7 @@ class RecordLog(ABC, Generic[S, R]):
                 _, at_least = self._looked_up(known)
             self._fold_anew(at_least, past=True)
         self._opened = True
+        self.n_readings += 1
         return self.state
 
     def _looked_up(self, known: int) -> tuple[S | None, int]:
@@ -159,6 +188,7 @@ class RecordLog(ABC, Generic[S, R]):
             folded = state
         self._forget()
         self.state, self._opened = folded, True
+        self.n_readings += 1
         return folded
 
     def _forget(self) -> None:
@@ -196,7 +226,9 @@ class RecordLog(ABC, Generic[S, R]):
             yield state
 
     def _advanced(self, state: S, data: bytes) -> S:
-        return self._apply(state, self._parse(data, self._key(state.length)), data)
+        advanced = self._apply(state, self.read_record(data, self._key(state.length)), data)
+        self._last = data
+        return advanced
 
     def _doubt(self, past: bool, for_s: float = _DOUBT_S) -> None:
         if past and isinstance(self.objects, Doubtable):
@@ -228,10 +260,37 @@ class RecordLog(ABC, Generic[S, R]):
                 for data in batch:
                     if data is None:
                         return
-                    record = self._parse(data, self._key(state.length))
+                    record = self.read_record(data, self._key(state.length))
                     state = self._apply(state, record, data)
                     yield record, data
                 seq += _N_PARALLEL
+
+    def since(self, start: int) -> list[tuple[R, bytes]]:
+        """Return the records from number `start` to the end of the state, read again, with their bytes.
+
+        They are those that were folded: each is signed as it has to be, and their hash chain ends where the fold does.
+
+        Raises
+        ------
+        IntegrityError, FormatError
+            If one is missing, or another one than when it was folded.
+        """
+        state = self.state
+        with Threads(_N_PARALLEL) as pool:
+            blobs = list(pool.map(self.raw, range(start, state.length)))
+        found = [(self.read_record(data, self._key(seq)), data) for seq, data in enumerate(blobs, start)]
+        expected = state.last_sha256
+        for seq, (record, data) in reversed(list(enumerate(found, start))):
+            if canonical.sha256(data) != expected:
+                raise IntegrityError(
+                    "the log record is not the one any more that was read before: the store was replaced, or set back "
+                    "to an earlier state, or the record is damaged; see which store it is now, and verify it",
+                    key=self._key(seq),
+                    expected=f"sha256 {expected}",
+                    found=f"sha256 {canonical.sha256(data)}",
+                )
+            expected = record.prev
+        return found
 
     # ------------------------------------------------------------------ writing
 
@@ -252,6 +311,8 @@ class RecordLog(ABC, Generic[S, R]):
 
         Raises
         ------
+        InvalidInputError
+            The log's last record is signed, and we have no key.
         OutcomeUnknownError
             The put got no answer; the next append first finds out what became of it.
         """
@@ -275,22 +336,63 @@ class RecordLog(ABC, Generic[S, R]):
                     raise
                 state, is_fresh = self._refresh(), True  # refused for what may be over by now
                 continue
-            data = record.to_bytes()
             key = self._key(state.length)
+            self._signing.check_writes(key)
+            data = self._signing.signed(record.to_bytes(), self.store_sha256)
             # Parsed again: a record that no reader accepts would be the end of the log.
-            advanced = self._apply(state, self._parse(data, key), data)
+            advanced = self._apply(state, self.read_record(data, key), data)
             # What was read just now goes on from what was known, which proves that it is there.
             if state.length == length and not self._is_where_it_was(state):
                 state, is_fresh, length = self._read_past(state), True, -1
                 continue
+            if state.length:
+                self._signing.check_goes_on(self._last or self.raw(state.length - 1), key)
             events.reached(f"{self.event_prefix}.{record.kind}.before", key)
             # A crash just before leaves the log as it was; just after, the record stands and every reader sees it.
             if self._put(key, data):
-                self.state = advanced
+                self.state, self._last = advanced, data
                 events.reached(f"{self.event_prefix}.{record.kind}.after", key)
                 self._note_quietly(record)
                 return record
             state, is_fresh = self._refresh(), True
+
+    def adopt(self, data: bytes, *, is_right_after: bool = False) -> R:
+        """Put a record that the log of this store's source has at this place, byte for byte; the log has been read.
+
+        `is_right_after` says that the record before was put just now, and need not be looked at again.
+
+        Raises
+        ------
+        ConflictError
+            If there is another record at its place.
+        IntegrityError, FormatError
+            If it is illegal there, or not signed by a key that is trusted.
+        """
+        with self._lock:
+            key, state = self._key(self.state.length), self.state
+            record = self.read_record(data, key)
+            advanced = self._apply(state, record, data)
+            if not is_right_after and not self._is_where_it_was(state):
+                self._read_past(state)
+            events.reached(f"{self.event_prefix}.{record.kind}.before", key)
+            if not self.objects.put_if_absent(key, data):
+                raise ConflictError(
+                    "the line has gone on here by itself: it has another record than the source; copy to another "
+                    "place, or detach this copy and go on with it",
+                    key=key,
+                    expected=f"sha256 {canonical.sha256(data)}",
+                    found=f"sha256 {canonical.sha256(self.objects.get(key))}",
+                )
+            self.state, self._last = advanced, data
+            events.reached(f"{self.event_prefix}.{record.kind}.after", key)
+            return record
+
+    def raw(self, seq: int) -> bytes:
+        """Return a record's bytes; ``IntegrityError`` if it is missing."""
+        data = self._get(seq)
+        if data is None:
+            raise IntegrityError("the log record is missing; restore it from a copy of the store", key=self._key(seq))
+        return data
 
     def _judged_by_records(self, at_least: int) -> S:
         try:
@@ -311,7 +413,8 @@ class RecordLog(ABC, Generic[S, R]):
             last = self.objects.get(self._key(state.length - 1) if state.length else STORE_KEY)
         except NotFoundError:
             return False
-        return canonical.sha256(last) == state.last_sha256
+        self._last = last if state.length else None
+        return (canonical.sha256 if state.length else identity)(last) == state.last_sha256
 
     def _read_past(self, state: S) -> S:
         """Read the log anew, past caches, one of which may have told `state`."""

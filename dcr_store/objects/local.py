@@ -227,8 +227,17 @@ class LocalObjects:
 
     def list(self, prefix: str) -> dict[str, int]:
         """Return key → nbytes of every object whose key starts with `prefix`."""
+        return {key: nbytes for key, (nbytes, _) in self.dated(prefix).items()}
+
+    def dated(self, prefix: str) -> dict[str, tuple[int, float]]:
+        """Return key → (nbytes, time of the last change) of every object whose key starts with `prefix`."""
         check_prefix(prefix)
-        return self._retried("list", prefix, lambda: dict(sorted(self._walk(prefix))))
+
+        def look() -> dict[str, tuple[int, float]]:
+            found = ((key, status) for key, status in self._walk(prefix))
+            return {key: (status.st_size, status.st_mtime) for key, status in sorted(found, key=lambda item: item[0])}
+
+        return self._retried("list", prefix, look)
 
     def list_names(self, prefix: str) -> Sequence[str]:
         """Return the sorted next path components below `prefix`."""
@@ -251,14 +260,14 @@ class LocalObjects:
 
         return retrying(self._policy, action, key, attempt)
 
-    def _walk(self, prefix: str) -> Iterator[tuple[str, int]]:
+    def _walk(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
         for entry in self._entries(prefix):
             key = prefix + entry.name
             if entry.is_dir(follow_symlinks=False):
                 yield from self._walk(key + "/")
             else:
                 with contextlib.suppress(FileNotFoundError):  # deleted since the directory was read
-                    yield key, entry.stat(follow_symlinks=False).st_size
+                    yield key, entry.stat(follow_symlinks=False)
 
     def _entries(self, prefix: str) -> Sequence[os.DirEntry[str]]:
         """Return files and directories that may be, or hold, objects."""

@@ -83,6 +83,19 @@ class MemoryObjects:
             found = {path[cut:]: file.size for path, file in self._files.store.items() if path.startswith(start)}
         return dict(sorted(found.items()))
 
+    def dated(self, prefix: str) -> dict[str, tuple[int, float]]:
+        """Return key → (nbytes, when it was put) of every object whose key starts with `prefix`."""
+        check_prefix(prefix)
+        start = f"{self._root}/{prefix}"
+        cut = len(self._root) + 1
+        with _LOCK:
+            found = {
+                path[cut:]: (int(file.size), file.modified.timestamp())
+                for path, file in self._files.store.items()
+                if path.startswith(start)
+            }
+        return dict(sorted(found.items()))
+
     def list_names(self, prefix: str) -> Sequence[str]:
         """Return the sorted next path components below `prefix`."""
         return sorted({key[len(prefix) :].partition("/")[0] for key in self.list(prefix)})

@@ -247,15 +247,18 @@ class S3Objects:
 
     def list(self, prefix: str) -> dict[str, int]:
         """Return key → nbytes of every object whose key starts with `prefix`."""
+        return {key: int(entry["Size"]) for key, entry in self._entries(prefix)}
+
+    def dated(self, prefix: str) -> dict[str, tuple[int, float]]:
+        """Return key → (nbytes, LastModified) of every object whose key starts with `prefix`; whole seconds."""
+        return {key: (int(entry["Size"]), entry["LastModified"].timestamp()) for key, entry in self._entries(prefix)}
+
+    def _entries(self, prefix: str) -> Sequence[tuple[str, dict[str, Any]]]:
         check_prefix(prefix)
         cut = len(self.prefix)
-        found = {
-            entry["Key"][cut:]: int(entry["Size"])
-            for page in self._pages(prefix)
-            for entry in page.get("Contents", ())
-            if key_problem(entry["Key"][cut:]) is None  # "folders" of consoles, and what is not a store's
-        }
-        return dict(sorted(found.items()))
+        found = ((entry["Key"][cut:], entry) for page in self._pages(prefix) for entry in page.get("Contents", ()))
+        # "Folders" of consoles, and what is not a store's, are left out.
+        return sorted((item for item in found if key_problem(item[0]) is None), key=lambda item: item[0])
 
     def list_names(self, prefix: str) -> Sequence[str]:
         """Return the sorted next path components below `prefix`."""

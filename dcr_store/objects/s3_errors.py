@@ -14,6 +14,7 @@ from botocore import exceptions as boto
 
 from dcr_store.errors import DcrError, InvalidInputError, NotFoundError, StorageError
 from dcr_store.objects.retry import TransientError
+from dcr_store.objects.urls import SCHEME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +36,6 @@ _TRANSIENT_CODES: Final = {
     "TooManyRequests",
 }
 _HINTS: Final[Mapping[str, str]] = {
-    "NoSuchBucket": "there is no such bucket: check its name, the endpoint and the region",
     "InvalidAccessKeyId": "the server does not know the access key: check the credentials and the endpoint",
     "SignatureDoesNotMatch": "the secret key is wrong, or something on the way changed the request",
     "ExpiredToken": "the session token has expired: renew the credentials",
@@ -125,7 +125,14 @@ def _answered(response: Mapping[str, Any], action: str, url: str, key: str) -> E
         return BeyondEndError(said)
     if status in _TRANSIENT_STATUS or code in _TRANSIENT_CODES:
         return TransientError(said)
-    if status == 404 and code != "NoSuchBucket" and action in _READS:
+    if code == "NoSuchBucket":
+        bucket = SCHEME.sub("", url).partition("/")[0]
+        return RefusedError(
+            f"there is no such bucket here: create {bucket}, or check its name, the endpoint and the region",
+            key=url,
+            code=code,
+        )
+    if status == 404 and action in _READS:
         return NotFoundError(f"no such object in {url}", key=key)
     hint = _HINTS.get(code) or (_DENIED if status == 403 else "")
     return RefusedError(f"cannot {action}: {said}" + (f"; {hint}" if hint else ""), key=key, code=code)

@@ -7,14 +7,16 @@ that were running have ended, so that none of them works on behind the caller's 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from dcr_store.objects.threads import Threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
 
 T = TypeVar("T")
@@ -23,7 +25,9 @@ R = TypeVar("R")
 N_PARALLEL: Final = 16
 
 
-def map_bounded(function: Callable[[T], R], items: Iterable[T], *, n_parallel: int = N_PARALLEL) -> Iterator[R]:
+def map_bounded(
+    function: Callable[[T], R], items: Iterable[T], *, n_parallel: int = N_PARALLEL
+) -> Generator[R, None, None]:
     """Yield ``function(item)`` for each item, in order, computed by up to `n_parallel` threads.
 
     Parameters
@@ -39,7 +43,8 @@ def map_bounded(function: Callable[[T], R], items: Iterable[T], *, n_parallel: i
     ------
     Exception
         The first error of any call, also where results before it are still to come. Closing the iterator early
-        has the same effect as an error: calls not yet begun are dropped, the running ones are waited for.
+        has the same effect as an error: calls not yet begun are dropped, the running ones are waited for. Who may leave
+        it early has to close it: left to the garbage collector, it would wait wherever that happens to run.
     """
     if n_parallel < 1:
         raise ValueError(f"n_parallel is {n_parallel}; it must be at least 1")
@@ -54,6 +59,32 @@ def map_bounded(function: Callable[[T], R], items: Iterable[T], *, n_parallel: i
             yield _first(window)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Room:
+    """Memory that calls on their way may take together; one that needs more than all of it goes alone.
+
+    Parameters
+    ----------
+    nbytes : int
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes, self._taken = nbytes, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """Take `nbytes` while the context is open, waiting until there is room for them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken == 0 or self._taken + nbytes <= self._nbytes)
+            self._taken += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken -= nbytes
+                self._changed.notify_all()
 
 
 def _first(window: deque[Future[R]]) -> R:

@@ -6,8 +6,9 @@ that names its key. Partitions are fetched on request and not kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,12 +39,7 @@ def fetch(objects: ObjectStore, ref: ObjectRef) -> bytes:
     try:
         data = objects.get(ref.key, sha256=ref.sha256)
     except NotFoundError as error:
-        raise IntegrityError(
-            "the object is missing; restore it from a copy of the store",
-            key=ref.key,
-            expected=f"{ref.nbytes} bytes",
-            found="nothing",
-        ) from error
+        raise _missing(ref) from error
     except InvalidInputError as error:
         raise FormatError(f"a document refers to what cannot be an object: {error}", key=ref.key) from error
     canonical.check_sha256(data, ref.sha256, ref.key)
@@ -52,6 +48,15 @@ def fetch(objects: ObjectStore, ref: ObjectRef) -> bytes:
             "a document refers to it with a wrong length", key=ref.key, expected=ref.nbytes, found=len(data)
         )
     return data
+
+
+def _missing(ref: ObjectRef) -> IntegrityError:
+    return IntegrityError(
+        "the object is missing; restore it from a copy of the store",
+        key=ref.key,
+        expected=f"{ref.nbytes} bytes",
+        found="nothing",
+    )
 
 
 def fetch_all(objects: ObjectStore, refs: Sequence[ObjectRef]) -> list[bytes]:
@@ -88,6 +93,44 @@ class SealedPartition:
     def parse(self, data: bytes) -> dict[int, memoryview]:
         """Return the encoded chunks in `data` by their index in the space."""
         return {self.first_chunk + place: chunk for place, chunk in shard.parse(data, self.n_chunks, self.key).items()}
+
+
+_GAP_NBYTES: Final = 64 << 10
+"""Chunks that lie nearer to each other than this are fetched together: a request costs more than these bytes."""
+
+
+def fetch_chunks(objects: ObjectStore, item: SealedPartition, wanted: Collection[int]) -> dict[int, memoryview]:
+    """Return some encoded chunks of a partition by their index in the space, fetching little more than these.
+
+    They are not compared with the partition's SHA-256, which takes the whole: the caller proves what they give.
+
+    Raises
+    ------
+    IntegrityError
+        If the partition is missing, cut off, or its index is damaged.
+    """
+    nbytes, tail = item.partition.nbytes, shard.index_nbytes(item.n_chunks)
+    try:
+        index = objects.get(item.key, max(0, nbytes - tail), nbytes)
+        found = shard.parse_index(index, item.n_chunks, nbytes, item.key) if len(index) == tail else None
+        if found is None:
+            raise IntegrityError("the partition is cut off", key=item.key, expected=f"{nbytes} bytes", found="fewer")
+        places = sorted(
+            (found[place], place) for place in (chunk - item.first_chunk for chunk in wanted) if place in found
+        )
+        result: dict[int, memoryview] = {}
+        while places:
+            (start, stop), n_together = places[0][0], 1
+            while n_together < len(places) and places[n_together][0][0] - stop <= _GAP_NBYTES:
+                stop = max(stop, places[n_together][0][1])
+                n_together += 1
+            view = memoryview(objects.get(item.key, start, stop))
+            for (first, last), place in places[:n_together]:
+                result[item.first_chunk + place] = view[first - start : last - start]
+            del places[:n_together]
+    except NotFoundError as error:
+        raise _missing(item.ref) from error
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +253,42 @@ def sealed_partitions(manifest: Manifest, entry: JournalEntry) -> list[SealedPar
             raise FormatError("the seal names a partition twice", key=key, expected="one object for each", found="two")
         result[item.array, item.index] = SealedPartition(array, item, entry.writer, key)
     return list(result.values())
+
+
+def own_refs(manifest: Manifest) -> list[ObjectRef]:
+    """Return the objects of a version besides the delta or anchor that a manifest tells of: digest tables and files."""
+    refs = [ref for item in manifest.digests.values() for ref in (item.zarr, item.table)]
+    return [*refs, *(file.ref for file in manifest.files)]
+
+
+def sealed_refs(seal: Seal) -> list[ObjectRef]:
+    """Return the objects that a seal leads to besides its partitions (``sealed_partitions``)."""
+    refs = [array.zarr for array in seal.arrays]
+    refs += [seal.contributions, *seal.journal, *seal.files]
+    return refs if seal.ownership is None else [*refs, seal.ownership]
+
+
+def owner_refs(objects: ObjectStore, manifest: Manifest) -> list[ObjectRef]:
+    """Return the seals of a manifest and what they say of who owns what: the next version's seals may refer to that."""
+    seals = [seal.ref for seal in manifest.seals]
+    entries = [
+        JournalEntry.from_bytes(data, seal.key) for seal, data in zip(seals, fetch_all(objects, seals), strict=True)
+    ]
+    owned = (entry.seal.ownership for entry in entries if entry.seal is not None)
+    return [*seals, *(ref for ref in owned if ref is not None)]
+
+
+def led_to(objects: ObjectStore, ref: ObjectRef, *, is_edge: bool) -> list[ObjectRef]:
+    """Return the objects to which a manifest leads, itself among them: of an edge also those of its seals."""
+    manifest = read_manifest(objects, ref)
+    refs = [ref, *own_refs(manifest)]
+    seals = [seal.ref for seal in manifest.seals] if is_edge else []
+    for seal, data in zip(seals, fetch_all(objects, seals), strict=True):
+        entry = JournalEntry.from_bytes(data, seal.key)
+        refs.append(seal)
+        if entry.seal is not None:
+            refs += [*sealed_refs(entry.seal), *(item.ref for item in sealed_partitions(manifest, entry))]
+    return refs
 
 
 def read_contents(objects: ObjectStore, manifest: Manifest, layout: Layout, chunk_elements: int) -> VersionContents:

@@ -9,7 +9,6 @@ process is using.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import threading
@@ -24,20 +23,20 @@ from dcr_store import events
 from dcr_store.codec import kernels
 from dcr_store.codec.digest import crc64
 from dcr_store.codec.portable import Codec
-from dcr_store.errors import ConflictError, DcrError, IntegrityError, InvalidInputError, StorageError
+from dcr_store.errors import DcrError, IntegrityError, StorageError
 from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import Bits, width
 from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import Table
 from dcr_store.publish.background import Background
+from dcr_store.publish.baseline_place import checked_place, release_lock, take_lock, translated, write_all
 from dcr_store.publish.spool import ChunkSpool
-from dcr_store.targets.checkpoint_listing import SUFFIX
-from dcr_store.targets.own_directories import BASELINE_TAG, LOCK, refuse_inside_store
-from dcr_store.targets.paths import local_path
+from dcr_store.targets.own_directories import BASELINE_TAG, LOCK
 from dcr_store.targets.space_file import SpaceFiles
 from dcr_store.targets.temporary import make_locked, remove
 from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.moving import while_kept
 from dcr_store.versions.path import ZERO
 from dcr_store.versions.replay import classify, digests, everywhere, replay
 from dcr_store.versions.route import route
@@ -64,7 +63,7 @@ class Baseline:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, store_id: str, line: str, chunk_elements: int) -> None:
-        place = None if directory is None else _checked(directory)
+        place = None if directory is None else checked_place(directory)
         self.line, self.store_id, self.chunk_elements = line, store_id, chunk_elements
         self._temporary = directory is None
         self._pid = os.getpid()
@@ -86,23 +85,21 @@ class Baseline:
                 self._lock = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise StorageError(
-                f"the baseline directory cannot be used: {error.strerror}; name a writable one (--baseline)",
+                f"the baseline directory cannot be used: {error.strerror}; name a writable one (baseline)",
                 key=str(error.filename or directory),
             ) from error
         if self._temporary:
             weakref.finalize(self, _remove, str(self.directory), self._pid)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            with translated(self.directory):
+                take_lock(self._lock, self.directory)
+        except BaseException:
             os.close(self._lock)
-            raise ConflictError(
-                "another publisher is using this baseline; wait for it, or name another directory (--baseline)",
-                key=str(self.directory),
-            ) from error
+            raise
         try:
-            with self._translated():
+            with translated(self.directory):
                 # It tells whoever publishes what is around it to leave it out.
-                _write_all(self._lock, memoryview(BASELINE_TAG), 0)
+                write_all(self._lock, memoryview(BASELINE_TAG), 0)
         except BaseException:
             self.close()  # nobody else can: who kept the lock would keep everybody from this baseline until he ends
             raise
@@ -114,7 +111,7 @@ class Baseline:
 
         An advance that went on has been waited for (``wait``).
         """
-        contents = catalog.contents(located)
+        contents = while_kept(catalog, [located], lambda: catalog.contents(located))
         self._catalog, before = catalog, self._located
         self._located, self._tables = located, contents.tables
         if before is not None and before.row.root == located.row.root and self._files is not None:
@@ -126,7 +123,7 @@ class Baseline:
             located.row.layout,
         )
         fresh = not usable
-        with self._translated():
+        with translated(self.directory):
             if fresh:
                 self._empty()
             try:
@@ -139,16 +136,6 @@ class Baseline:
                 self._rebuild(located, fresh, state.get("version"))
                 self._write_state(located)
 
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StorageError(
-                f"the baseline cannot be kept: {error.strerror}; free space, or name another directory (--baseline)",
-                key=str(error.filename or self.directory),
-            ) from error
-
     def _empty(self) -> None:
         """Remove the files, so that new ones hold zeros."""
         for space in SPACES:
@@ -159,14 +146,21 @@ class Baseline:
         assert self._catalog is not None
         assert self._files is not None
         events.reached("baseline.rebuild", located.name)
-        way = route(self._catalog, located)
-        if fresh:
-            places = everywhere(way.path, ZERO)
-        else:
-            candidates = way.between([believed] if isinstance(believed, str) else [])
-            places = classify(way.path, digests(self._files, way.path.all_chunks(), self.chunk_elements), candidates)
-        replay(self._catalog.objects, way.path, self._files, places)
+        while_kept(self._catalog, [located], lambda: self._replay(located, fresh, believed))
         events.reached("baseline.rebuilt", located.name)
+
+    def _replay(self, located: Located, fresh: bool, believed: object) -> None:
+        assert self._catalog is not None
+        assert self._files is not None
+        routed = route(self._catalog, located)
+        if fresh:
+            places = everywhere(routed.path, ZERO)
+        else:
+            candidates = routed.between([believed] if isinstance(believed, str) else [])
+            places = classify(
+                routed.path, digests(self._files, routed.path.all_chunks(), self.chunk_elements), candidates
+            )
+        replay(self._catalog.objects, routed.path, self._files, places)
 
     def unproven_chunk(self, space: str, chunk: int) -> tuple[Bits, int]:
         """Return the bits that the files hold for a chunk, and the digest that the base's have.
@@ -257,19 +251,19 @@ class Baseline:
 
     def stage(self, space: str, chunk: int, bits: Bits) -> None:
         """Keep a chunk of an anchor that is being written, beside the present baseline."""
-        with self._translated():
+        with translated(self.directory):
             with self._healing:
                 if space not in self._staged:
                     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
                     self._staged[space] = os.open(self.directory / f"next-{space}.bin", flags, 0o666)
-            _write_all(self._staged[space], bits.view(np.uint8).data, chunk * bits.nbytes)
+            write_all(self._staged[space], bits.view(np.uint8).data, chunk * bits.nbytes)
         events.reached("baseline.chunk.staged", f"{space} {chunk}")
 
     def staged(self, space: str, chunk: int, out: Bits) -> None:
         """Copy a staged chunk to `out`."""
         data, offset = out.view(np.uint8).data, chunk * out.nbytes
         while data:
-            with self._translated():
+            with translated(self.directory):
                 n_read = os.preadv(self._staged[space], [data], offset)
             if n_read == 0:
                 raise StorageError("a staged chunk is gone", key=str(self.directory))
@@ -337,7 +331,7 @@ class Baseline:
         # whole note says: all bits of the files that are used are compared with the store's digests.
         descriptor = os.open(self.directory / _STATE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            _write_all(descriptor, memoryview(data.ljust(os.fstat(descriptor).st_size)), 0)
+            write_all(descriptor, memoryview(data.ljust(os.fstat(descriptor).st_size)), 0)
         finally:
             os.close(descriptor)
         events.reached("baseline.noted", located.name)
@@ -357,10 +351,7 @@ class Baseline:
     def _release(self) -> None:
         self.drop_staging()
         self._files = None
-        with contextlib.suppress(OSError):
-            if self.is_of_this_process:
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
-            os.close(self._lock)
+        release_lock(self._lock, self._pid)
         if self._temporary:
             _remove(str(self.directory), self._pid)
         _ENDING.discard(self)
@@ -371,32 +362,11 @@ class Baseline:
         return self._pid == os.getpid()
 
 
-def _checked(directory: str | os.PathLike[str]) -> Path:
-    """Return a place for a baseline; refuse one that is a checkpoint or in a store, before anything is written."""
-    place = local_path(directory, "baseline").absolute()  # it is written to after the commit, wherever this is run then
-    refuse_inside_store(place, "the baseline")
-    with contextlib.suppress(OSError):  # which says itself what is wrong when the directory is made
-        if weights := sorted(path.name for path in place.iterdir() if path.name.endswith(SUFFIX)):
-            raise InvalidInputError(
-                "is a checkpoint; give the baseline a directory of its own (--baseline)",
-                key=str(place),
-                expected="no safetensors files",
-                found=weights[0],
-            )
-    return place
-
-
 def _wait_for_others(place: Path) -> None:
     """Wait until no baseline of this process that was closed there is locked."""
     for other in list(_ENDING):
         if other.directory.resolve() == place.resolve():
             other.wait()
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        n_written = os.pwrite(descriptor, data, offset)  # on a disk that is nearly full, fewer than asked for
-        data, offset = data[n_written:], offset + n_written
 
 
 def _remove(directory: str, pid: int) -> None:

@@ -6,13 +6,14 @@ It is a ``transformers.TrainerCallback`` where transformers has been imported, a
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Mapping
 from typing import Any, Final, Self
 
 from dcr_store.errors import InvalidInputError
-from dcr_store.publish.torch import Publisher, publish_module
+from dcr_store.publish.torch import Publisher, publish_module, require_store
 from dcr_store.versions.info import VersionInfo
 
 _WRAPPERS: Final = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
@@ -31,7 +32,7 @@ class PublishCallback:
         For each version, besides ``step``, ``epoch``, and ``loss`` with ``loss_step``, the step at which it was logged
         last.
     **options
-        For ``publish_module``: line, mesh, rename, dtype, owner, timeout_s, …
+        For ``publish_module``: line, mesh, rename, dtype, owner, baseline, timeout_s, …
 
     Attributes
     ----------
@@ -54,6 +55,10 @@ class PublishCallback:
     ) -> None:
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise InvalidInputError("is no number of steps", key="every", expected="1 or more", found=repr(every))
+        require_store(store)
+        known = set(inspect.signature(publish_module).parameters) - {"store", "module", "metadata"}
+        if unknown := sorted(set(options).difference(known)):
+            raise InvalidInputError("is no option of publish_module", key=unknown[0], expected=", ".join(sorted(known)))
         self.published: VersionInfo | None = None
         self._store, self._every, self._options = store, every, options
         self._metadata = dict(metadata or {})
@@ -61,7 +66,7 @@ class PublishCallback:
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Publish, if it is time to."""
-        if self._every is not None and state.global_step % self._every == 0:
+        if self._every is not None and _step(state) % self._every == 0:
             self._publish(state, model)
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -71,11 +76,11 @@ class PublishCallback:
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Publish the last step."""
-        if state.global_step:
+        if _step(state):
             self._publish(state, model)
 
     def _publish(self, state: Any, model: Any) -> None:
-        step = int(state.global_step)
+        step = _step(state)
         if step == self._step:
             return
         while type(model).__name__ in _WRAPPERS:
@@ -83,6 +88,19 @@ class PublishCallback:
         metadata = {**self._metadata, "step": step, **_told(state)}
         self.published = publish_module(self._store, model, metadata=metadata, **self._options)
         self._step = step
+
+
+def _step(state: Any) -> int:
+    """Return the step that a loop's state is at."""
+    step = getattr(state, "global_step", None)
+    if step is None:
+        raise InvalidInputError(
+            "the loop's state does not say at which step it is",
+            key="state",
+            expected="an object with global_step",
+            found=type(state).__name__,
+        )
+    return int(step)
 
 
 def _told(state: Any) -> dict[str, Any]:

@@ -5,8 +5,10 @@ Refuses to commit what is not whole in the store, or does not fit the base (docs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -14,17 +16,20 @@ from dcr_store import events
 from dcr_store.errors import FencedError, IntegrityError
 from dcr_store.format.documents import SPACES, Base, CheckpointFile, Counts, Digests, Manifest, ObjectRef, SealRef
 from dcr_store.format.fields import now
-from dcr_store.format.names import TransactionKeys, layout_key, new_txid
+from dcr_store.format.names import TransactionKeys, layout_key
 from dcr_store.format.records import Commit
+from dcr_store.format.rows import VersionRow
 from dcr_store.layout.layout import Layout
-from dcr_store.log.fold import LineState, VersionRow
-from dcr_store.log.line import LineLog
+from dcr_store.log.fold import LineState
+from dcr_store.log.line import LineLog, next_fields
 from dcr_store.objects.transfer import map_bounded
 from dcr_store.payload import arrays
 from dcr_store.payload.contributions import Rows
 from dcr_store.payload.version import Table, root_of
 from dcr_store.ports import ObjectStore
 from dcr_store.publish.state import new_tables
+
+_MOST_TOLD: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,11 @@ def propose(
         If the writers saw other base bits than the base's.
     """
     rows = merged([item.rows for item in sealed])
-    tables = new_tables(dict(layout.spaces), None if base is None else dict(base[1]), rows, chunk_elements)
+
+    def told(space: str, chunk: int) -> str:
+        return _told(layout, sealed, space, chunk, chunk_elements)
+
+    tables = new_tables(dict(layout.spaces), None if base is None else dict(base[1]), rows, chunk_elements, told)
     objects = [] if base is not None else [(layout_key(layout.sha256), layout.to_json_bytes())]
     prefix = keys.attempt(attempt)
     digests, nbytes = {}, sum(ref.nbytes for item in sealed for ref in item.objects if ref.key.startswith(keys.prefix))
@@ -120,6 +129,18 @@ def propose(
     data = manifest.to_bytes()
     ref = ObjectRef.of(keys.manifest(attempt), data)
     return Proposal(manifest, ref, (*objects, (ref.key, data)))
+
+
+def _told(layout: Layout, sealed: Sequence[Sealed], space: str, chunk: int, chunk_elements: int) -> str:
+    """Name the tensors that a chunk holds, and, where there are several, the writers that have a row for it."""
+    pieces = layout.pieces(space, chunk * chunk_elements, (chunk + 1) * chunk_elements)
+    names = [piece.entry.name for piece in pieces]
+    more = " and more" if len(names) > _MOST_TOLD else ""
+    found = f"{', '.join(names[:_MOST_TOLD])}{more} (chunk {chunk} of {space})"
+    if len(sealed) == 1:
+        return found
+    writers = [item.seal.writer for item in sealed if chunk in item.rows[space][:, 0]]
+    return f"{found}, of {'writer' if len(writers) == 1 else 'one of writers'} {', '.join(writers[:_MOST_TOLD])}"
 
 
 def merged(rows: Sequence[Mapping[str, Rows]]) -> dict[str, Rows]:
@@ -170,11 +191,7 @@ def append_commit(log: LineLog, proposal: Proposal, require_ours: Callable[[Line
     def decide(state: LineState) -> Commit:
         require_ours(state)
         return Commit(
-            line=manifest.line,
-            seq=state.length,
-            id=new_txid(),
-            prev=state.last_sha256,
-            created_at=now(),
+            **next_fields(state),
             txid=manifest.txid,
             attempt=manifest.attempt,
             version=manifest.version,
@@ -198,13 +215,25 @@ def append_commit(log: LineLog, proposal: Proposal, require_ours: Callable[[Line
     return row
 
 
+@contextlib.contextmanager
+def missing_if_ended(log: LineLog, require_ours: Callable[[LineState], None]) -> Iterator[None]:
+    """Raise what `require_ours` does where an object is missing because the transaction was ended, and collected."""
+    try:
+        yield
+    except IntegrityError:
+        require_ours(log.refresh())
+        raise
+
+
 def _check_stored(store: ObjectStore, keys: TransactionKeys, sealed: Iterable[ObjectRef]) -> None:
     """Check that every sealed object is there with its nbytes; ask singly for what the listing lacks."""
-    sizes = store.list(keys.prefix)
-    for ref in sealed:
-        found = sizes.get(ref.key)
-        if found is None:
-            found = store.size(ref.key)
+    refs, sizes = list(sealed), store.list(keys.prefix)
+    # What each of many writers owns stands with an earlier version: asked for side by side.
+    others = [ref.key for ref in refs if ref.key not in sizes]
+    single = map(store.size, others) if store.is_local or len(others) < 2 else map_bounded(store.size, others)
+    found_singly = dict(zip(others, single, strict=True))
+    for ref in refs:
+        found = sizes.get(ref.key, found_singly.get(ref.key))
         if found != ref.nbytes:
             raise IntegrityError(
                 "a sealed object is not in the store; something deletes or rewrites objects there",

@@ -12,21 +12,15 @@ from types import TracebackType
 from typing import Self
 
 from dcr_store.errors import DcrError, FencedError, InvalidInputError, OutcomeUnknownError
-from dcr_store.format.fields import now
-from dcr_store.format.names import new_txid
 from dcr_store.format.records import Abort
 from dcr_store.log.fold import LineState
-from dcr_store.log.line import LineLog
+from dcr_store.log.line import LineLog, next_fields
 
 
 def abort_record(state: LineState, txid: str, reason: str) -> Abort:
     """Return the record that ends a transaction without a version, next in its log."""
     return Abort(
-        line=state.line,
-        seq=state.length,
-        id=new_txid(),
-        prev=state.last_sha256,
-        created_at=now(),
+        **next_fields(state),
         txid=txid,
         reason=reason,
     )

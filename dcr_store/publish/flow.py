@@ -12,7 +12,6 @@ from typing import Final
 from dcr_store.errors import InvalidInputError, LagError
 from dcr_store.format.names import check_group, version_name
 from dcr_store.log.acks import AckReader
-from dcr_store.log.group import GroupLog
 from dcr_store.log.group_progress import Progress, read_progress
 from dcr_store.versions.catalog import Catalog
 
@@ -34,10 +33,19 @@ class Flow:
             raise InvalidInputError("is no list of groups", key="groups", expected="names in a list", found=groups)
         self.line = line
         self.groups = list(dict.fromkeys(map(check_group, groups)))
-        self._groups = [
-            (GroupLog(catalog.objects, group, catalog.store_sha256), AckReader(catalog.objects, group))
-            for group in self.groups
-        ]
+        self._groups = [(catalog.group_log(group), AckReader(catalog.objects, group)) for group in self.groups]
+
+    def check_max_ahead(self, max_ahead: int | None) -> None:
+        """Refuse a distance without groups, groups without a distance, and what is no distance."""
+        if (max_ahead is None) == bool(self.groups):
+            raise InvalidInputError(
+                "max_ahead and ahead_of go together",
+                key="max_ahead",
+                expected="both or neither",
+                found=f"max_ahead {max_ahead}, ahead_of {', '.join(self.groups) or 'no group'}",
+            )
+        if max_ahead is not None and (isinstance(max_ahead, bool) or not isinstance(max_ahead, int) or max_ahead < 1):
+            raise InvalidInputError("is no distance", key="max_ahead", expected="1 or more", found=max_ahead)
 
     def require_followers(self) -> None:
         """Refuse groups that do not follow the line.

@@ -8,48 +8,45 @@ attempt, for which the writers that are still there seal again.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from dcr_store import events
 from dcr_store.errors import (
     ConflictError,
+    DcrError,
     FencedError,
     InvalidInputError,
     LagError,
 )
-from dcr_store.format import canonical
-from dcr_store.format.documents import CheckpointFile, ObjectRef
+from dcr_store.format.documents import Base, CheckpointFile, ObjectRef
 from dcr_store.format.names import TransactionKeys, new_incarnation, version_name
+from dcr_store.format.rows import VersionRow
 from dcr_store.layout.affine_map import AffineMap
-from dcr_store.layout.boxes import Box, Dim, box
-from dcr_store.layout.coverage import doubled
-from dcr_store.layout.dtypes import DTYPES, Bits
-from dcr_store.layout.entry import TensorEntry
+from dcr_store.layout.coverage import Holding
 from dcr_store.layout.layout import Layout
-from dcr_store.layout.pieces import Piece, in_elements, pieces, require_entry
-from dcr_store.layout.tensors import as_bits
-from dcr_store.log.fold import LineState, OpenTransaction, VersionRow
+from dcr_store.layout.pieces import Piece
+from dcr_store.log.fold import LineState, OpenTransaction
 from dcr_store.log.line import LineLog
 from dcr_store.payload.contributions import Rows
-from dcr_store.payload.version import read_manifest
-from dcr_store.publish.committing import Proposal, Sealed, append_commit, propose, store_proposal
+from dcr_store.payload.version import Table, read_manifest
+from dcr_store.publish.committing import Proposal, Sealed, append_commit, missing_if_ended, propose, store_proposal
 from dcr_store.publish.ending import Ending
 from dcr_store.publish.opening import LIVE
-from dcr_store.publish.owner import is_dead
 from dcr_store.publish.ownership import Ownership, check_ownership, ones_of, owned_box
 from dcr_store.publish.partitions import PartitionWriter, read_earlier
 from dcr_store.publish.seals import SealWatch, read_seal, same_bits
 from dcr_store.publish.slice_baseline import SliceBaseline, SliceBits
 from dcr_store.publish.slice_writer import SliceWriter
 from dcr_store.publish.spool import ChunkSpool
+from dcr_store.publish.waiting import tries
+from dcr_store.publish.written import Written, cut_slice, of_fragment, of_slice
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.info import VersionInfo, info_of
-
-_FIRST_DELAY_S: Final = 0.02
-_LONGEST_DELAY_S: Final = 0.5
+from dcr_store.versions.moving import while_kept
 
 Slices = Sequence[AffineMap] | Callable[[Layout], Sequence[AffineMap]]
 """What a writer is going to write: maps, or what makes them for the layout of the transaction."""
@@ -81,14 +78,15 @@ class SliceTransaction(Ending):
         self._catalog, self._log, self._pending, self._baseline = catalog, log, pending, baseline
         self._release = release
         self._keys = TransactionKeys(log.line, pending.version, pending.txid)
-        self._held: dict[str, list[Box]] = {}
+        self._held: dict[str, Holding] = {}
         self._used: dict[str, SliceBits] = {}
         self._committed: VersionInfo | None = None
+        self._has_advanced = False
         self._proposed: tuple[int, list[Sealed], Proposal] | None = None
         self._rows: Mapping[str, Rows] = {}
         self._ownership: tuple[bytes, ObjectRef] | None = None
         if is_committer:
-            weakref.finalize(self, LIVE.discard, pending.txid)
+            weakref.finalize(self, LIVE.discard, (pending.txid, pending.attempt))
         if writer not in pending.writers:
             raise InvalidInputError(
                 "the transaction was begun for other writers", key=writer, expected=list(pending.writers)
@@ -103,7 +101,10 @@ class SliceTransaction(Ending):
         self._base = Located(log.line, head) if head is not None and is_delta else None
         baseline.bring_to(self._base)
         announced = slices(self.layout) if callable(slices) else slices
+        self._announced: dict[str, Sequence[Piece]] = {}
         expected = None if announced is None else self._expected(announced)
+        if self._base is None:
+            baseline.expect(self._announced)
         earlier = read_earlier(catalog.objects, self._keys, writer)
         document = catalog.document
         partitions = PartitionWriter(
@@ -116,6 +117,7 @@ class SliceTransaction(Ending):
             document.chunk_elements,
             earlier.durable,
             ChunkSpool(),
+            keep=False,
             bound=earlier,
         )
         self._writer = SliceWriter(partitions, self.layout, self, is_anchor=self._base is None, expected=expected)
@@ -123,16 +125,16 @@ class SliceTransaction(Ending):
     def _expected(self, slices: Sequence[AffineMap]) -> dict[tuple[str, int], int]:
         found: dict[tuple[str, int], int] = {}
         for mapped in slices:
-            for piece in self._pieces(mapped.digest, mapped):
+            _require_map(mapped, "slices")
+            cut = partial(cut_slice, mapped, self.layout, self._chunk_elements)
+            self._announced[mapped.digest] = self._baseline.pieces_of(mapped.digest, cut)
+            for piece in self._announced[mapped.digest]:
                 place = (piece.space, piece.chunk)
                 found[place] = found.get(place, 0) + piece.n_elements
         return found
 
-    def _pieces(self, key: str, mapped: AffineMap) -> Sequence[Piece]:
-        return self._baseline.pieces_of(key, lambda: tuple(pieces(mapped, self.layout, self._writer_chunk)))
-
     @property
-    def _writer_chunk(self) -> int:
+    def _chunk_elements(self) -> int:
         return self._catalog.document.chunk_elements
 
     # ------------------------------------------------------------------ writing
@@ -152,19 +154,8 @@ class SliceTransaction(Ending):
             If tensor and map, or map and layout, do not fit, or an element was written before.
         """
         self._require_unsealed()
-        data = as_bits(", ".join(mapped.tensors) or "the slice", tensor)
-        if (data.dtype, tuple(data.shape)) != (mapped.dtype, mapped.shape):
-            raise InvalidInputError(
-                "the slice is not what its map is of",
-                key=", ".join(mapped.tensors) or None,
-                expected=f"{mapped.dtype} {list(mapped.shape)}",
-                found=f"{data.dtype} {list(data.shape)}",
-            )
-        held = {}
-        for name, boxes in mapped.boxes.items():
-            entry = require_entry(self.layout, name, mapped)
-            held[entry.name] = in_elements(boxes, mapped.dtype)
-        self._write(mapped.digest, held, lambda: self._pieces(mapped.digest, mapped), data.bits, is_residual=False)
+        _require_map(mapped, "mapped")
+        self._write(of_slice(tensor, mapped, self.layout, self._chunk_elements))
 
     def write_residual(self, name: str, fragment: object, offset: int = 0) -> None:
         """Write adjacent values of a canonical tensor that no slice holds bit for bit, as the exporter gives them.
@@ -184,58 +175,26 @@ class SliceTransaction(Ending):
             If it does not fit the tensor, or an element was written before.
         """
         self._require_unsealed()
-        entry = self.layout.entry(name)
-        data = as_bits(name, fragment)
-        row = DTYPES[entry.dtype]
-        start, rest = divmod(offset * row.bits, 8 * row.width) if isinstance(offset, int) else (-1, 0)
-        if data.dtype != entry.dtype or rest or not 0 <= start <= start + len(data.bits) <= entry.n_elements:
-            raise InvalidInputError(
-                "the fragment does not fit the tensor",
-                key=name,
-                expected=f"{entry.dtype}, within {list(entry.shape)}",
-                found=f"{data.dtype} {list(data.shape)} at {offset}",
-            )
-        n = len(data.bits)
-        held = {entry.name: (box(0, start, [Dim(n, 1, 1)]),) if n else ()}
-        key = f"residual {entry.name} {start} {n}"
-        self._write(key, held, lambda: self._fragment_pieces(key, entry, start, n), data.bits, is_residual=True)
+        self._write(of_fragment(name, fragment, offset, self.layout, self._chunk_elements))
 
-    def _fragment_pieces(self, key: str, entry: TensorEntry, start: int, n: int) -> Sequence[Piece]:
-        size = self._writer_chunk
-
-        def cut() -> tuple[Piece, ...]:
-            low, high = entry.start + start, entry.start + start + n
-            found = []
-            for chunk in range(low // size, -(-high // size)) if n else ():
-                a, b = max(low, chunk * size), min(high, (chunk + 1) * size)
-                found.append(Piece(entry.space, chunk, (box(a - low, a - chunk * size, [Dim(b - a, 1, 1)]),)))
-            return tuple(found)
-
-        return self._baseline.pieces_of(key, cut)
-
-    def _write(
-        self,
-        key: str,
-        held: Mapping[str, Sequence[Box]],
-        cut: Callable[[], Sequence[Piece]],
-        local: Bits,
-        *,
-        is_residual: bool,
-    ) -> None:
-        for name, boxes in held.items():
-            if (part := doubled(name, [*self._held.get(name, ()), *boxes])) is not None:
-                raise InvalidInputError(f"writer {self.writer} wrote {part} before in this transaction", key=name)
+    def _write(self, part: Written) -> None:
+        for name, boxes in part.held.items():
+            if (twice := self._held.setdefault(name, Holding(name)).doubled(boxes)) is not None:
+                raise InvalidInputError(f"writer {self.writer} wrote {twice} before in this transaction", key=name)
         with self._whole():
-            for name, boxes in held.items():
-                self._held.setdefault(name, []).extend(boxes)
+            for name, boxes in part.held.items():
+                self._held[name].add(boxes)
             if self._base is None:
-                bits = SliceBits.blank(cut())
+                bits = self._baseline.blank(self._baseline.pieces_of(part.key, part.cut))
             else:
-                if key not in self._baseline.slices:
-                    self._baseline.read(self._catalog, {key: cut()})
-                bits = self._baseline.slices[key]
-            self._used[key] = bits
-            self._writer.write(key, bits, local, is_residual=is_residual)
+                if part.key not in self._baseline.slices:
+                    # With all others that will be needed: many small ones are in the same chunks.
+                    wanted = {**self._announced, part.key: self._baseline.pieces_of(part.key, part.cut)}
+                    if self._baseline.read(self._catalog, wanted) and self._announced:
+                        self._baseline.note()
+                bits = self._baseline.slices[part.key]
+            self._used[part.key] = bits
+            self._writer.write(part.key, bits, part.local, is_residual=part.is_residual)
 
     def heal(self, bits: SliceBits, index: int) -> None:
         """Read a piece of the baseline from the store again; called from workers' threads."""
@@ -256,10 +215,10 @@ class SliceTransaction(Ending):
 
     def _store_ownership(self) -> ObjectRef:
         """Store what this writer owns, unless the base has the same."""
-        boxes = {name: tuple(owned_box(item) for item in items) for name, items in self._held.items()}
+        boxes = {name: tuple(map(owned_box, holding.boxes())) for name, holding in self._held.items()}
         known = self._baseline.owned
         if known is None or (known.layout, known.writer, known.boxes) != (self.layout.sha256, self.writer, boxes):
-            ones = ones_of(self.layout, boxes, self._writer_chunk)
+            ones = ones_of(self.layout, boxes, self._chunk_elements)
             known = self._baseline.owned = Ownership(self.layout.sha256, self.writer, boxes, ones)
         data = known.to_bytes()
         self._ownership = self._baseline.ownership
@@ -308,7 +267,11 @@ class SliceTransaction(Ending):
         # Until here nothing has changed: where an answer was lost, ``commit`` again finds the same outcome.
         found = info_of(Located(self.line, self._log.complete(located.row)))
         if not self._closed:  # else the baseline serves another transaction, which brings it to its base
-            self._advance(located)
+            try:
+                self._advance(located)
+            except BaseException:
+                self._close()  # what changed in part must not be changed again: whoever uses it next proves it
+                raise
         self._state, self._committed = "committed", found
         self._close()
         return found
@@ -317,7 +280,7 @@ class SliceTransaction(Ending):
         if self._proposed is None:
             watch = SealWatch(self._catalog.objects, self._keys, self._pending.writers)
             events.reached("publish.seals.awaited", self.version)
-            for _ in _tries(deadline):
+            for _ in tries(deadline):
                 watch.look()
                 if not watch.missing(self.attempt):
                     break
@@ -331,31 +294,39 @@ class SliceTransaction(Ending):
                     advice="commit again to go on waiting, or abort",
                 )
             events.reached("publish.seals.found", self.version)
-            found = watch.sealed(self.attempt)
-            self._check_ownership([owned for _, owned in found])
+            with missing_if_ended(self._log, self._require_ours):
+                found = watch.sealed(self.attempt)
+                self._check_ownership(watch, found)
             sealed = [item for item, _ in found]
-            base = None if self._base is None else (self._base.base, self._catalog.tables(self._base))
-            files = self._files()
-            proposal = propose(self._keys, self.attempt, self.layout, base, sealed, files, self._writer_chunk)
+            base, files = self._of_base()
+            proposal = propose(self._keys, self.attempt, self.layout, base, sealed, files, self._chunk_elements)
             self._proposed = self.attempt, sealed, proposal
         _, sealed, proposal = self._proposed
-        store_proposal(self._catalog.objects, self._keys, sealed, proposal)
+        with missing_if_ended(self._log, self._require_ours):
+            store_proposal(self._catalog.objects, self._keys, sealed, proposal)
         return append_commit(self._log, proposal, self._require_ours)
 
-    def _check_ownership(self, found: Sequence[Ownership]) -> None:
-        """Check who owns what, unless the same was found right for the version before."""
-        proof = tuple(canonical.sha256(item.to_bytes()) for item in found)
+    def _check_ownership(self, watch: SealWatch, found: Sequence[tuple[Sealed, ObjectRef]]) -> None:
+        """Check who owns what, unless the same documents of the same writers were found right before.
+
+        Then they are not even read: those of thousands of writers took longer than all else in a commit.
+        """
+        proof = tuple(f"{item.seal.writer} {ref.sha256}" for item, ref in found)
         if self._baseline.proven != (self.layout.sha256, proof):
-            check_ownership(self.layout, found, self._writer_chunk)
+            check_ownership(self.layout, watch.ownership(found), self._chunk_elements)
             self._baseline.proven = self.layout.sha256, proof
 
-    def _files(self) -> Sequence[CheckpointFile]:
-        """Return the files of the base: headers and side files go on with the layout."""
-        return () if self._base is None else self._catalog.contents(self._base).manifest.files
+    def _of_base(self) -> tuple[tuple[Base, Mapping[str, Table]] | None, Sequence[CheckpointFile]]:
+        """Return what a proposal takes of the base, and its files: headers and side files go on with the layout."""
+        base = self._base
+        if base is None:
+            return None, ()
+        contents = while_kept(self._catalog, [base], lambda: self._catalog.contents(base))
+        return (base.base, contents.tables), contents.manifest.files
 
     def _await_outcome(self, deadline: float | None, timeout_s: float | None) -> VersionRow:
         events.reached("publish.outcome.awaited", self.version)
-        for _ in _tries(deadline):
+        for _ in tries(deadline):
             state = self._log.refresh()
             pending = state.open
             if pending is not None and pending.txid == self.txid:
@@ -367,12 +338,31 @@ class SliceTransaction(Ending):
             row = self._log.row(self._pending.version)
             if row is not None and row.txid == self.txid:
                 return row
-            raise FencedError(f"the transaction for {self.version} was aborted; nothing was committed", key=self.txid)
+            raise FencedError(
+                f"the transaction for {self.version} was aborted; nothing was committed{self._why()}", key=self.txid
+            )
         raise LagError(
-            f"{self.version} is sealed by writer {self.writer}, and not committed after {timeout_s:g} s",
+            f"{self.version} is sealed by writer {self.writer}, and not committed after {timeout_s:g} s: "
+            f"{self._awaited()}",
             key=self.txid,
             advice="commit again to go on waiting, or abort",
         )
+
+    def _why(self) -> str:
+        """Return what the log says of the transaction's end, for an error that is raised anyway."""
+        with contextlib.suppress(DcrError):
+            reason = self._log.abort_reason(self._pending)
+            return "" if reason is None else f": {reason}"
+        return ""
+
+    def _awaited(self) -> str:
+        """Name whom the transaction waits for, for an error that is raised anyway."""
+        watch = SealWatch(self._catalog.objects, self._keys, self._pending.writers)
+        with contextlib.suppress(DcrError):
+            watch.look()
+            missing = watch.missing(self.attempt)
+            return f"not sealed by {', '.join(missing[:8])}" if missing else "the writer that began it is to commit"
+        return "who has not sealed cannot be read"
 
     def _require_counted(self, located: Located) -> None:
         """Refuse a version that has, of this writer, other bits: those of a process that used its name as well."""
@@ -396,15 +386,15 @@ class SliceTransaction(Ending):
 
     def _advance(self, located: Located) -> None:
         """Bring the baseline to the version: known to be committed."""
+        if self._has_advanced:
+            return  # not to the end: slices that are half there are not kept, and the masks are not for them any more
+        self._has_advanced = True
         # Not before: what a transaction stored that ends without a version may be deleted.
         self._baseline.ownership = self._ownership
         if self._base is None:
-            self._baseline.slices = dict(self._used)
+            self._baseline.adopt(located, self._used)
         else:
-            for key, index, change in self._writer.changed():
-                self._baseline.change(self._used[key], index, change)
-        self._baseline.keep(self._used)
-        self._baseline.at = located
+            self._baseline.advance(located, self._used, self._writer)
         events.reached("publish.baseline.advanced", self.version)
 
     # ------------------------------------------------------------------ ending
@@ -413,8 +403,8 @@ class SliceTransaction(Ending):
         pending = state.open
         if pending is None or (pending.txid, pending.attempt) != (self.txid, self.attempt):
             raise FencedError(
-                f"the transaction for {self.version} was taken over or aborted; nothing was committed: look at the "
-                "log, then begin again",
+                f"the transaction for {self.version} was taken over or aborted; nothing was committed{self._why()}; "
+                "look at the log, then begin again",
                 key=self.txid,
                 expected=f"attempt {self.attempt} open",
                 found="no open transaction" if pending is None else f"{pending.txid} attempt {pending.attempt}",
@@ -455,54 +445,21 @@ class SliceTransaction(Ending):
 
     def _close(self) -> None:
         if self.is_committer:
-            LIVE.discard(self.txid)
+            LIVE.discard((self.txid, self.attempt))
         if self._closed:
             return
         self._closed = True
         self._writer.close()
-        self._baseline.is_doubtful |= self._committed is None
+        self._used = {}  # what the baseline does not keep can go
+        self._baseline.n_doubts = 0 if self._committed is not None else self._baseline.n_doubts + 1
         self._release()
 
 
-def awaited(
-    log: LineLog, txid: str | None, last: str | None, timeout_s: float | None, writers: tuple[str, ...] | None = None
-) -> OpenTransaction:
-    """Return the transaction that is open on a line: `txid`, or else the next one that is not `last`.
-
-    With `writers`, one that was begun for these, and not by a process that is known to be gone.
-
-    Raises
-    ------
-    LagError
-        If it was not begun in time.
-    FencedError
-        If `txid` has ended.
-    """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    for _ in _tries(deadline):
-        pending = log.refresh().open
-        if pending is not None and (
-            pending.txid == txid or (txid is None and pending.txid != last and _is_of(pending, writers))
-        ):
-            return pending
-        if txid is not None:
-            raise FencedError("the transaction is not open any more", key=txid)
-    raise LagError(
-        f"nobody has begun a transaction on {log.line} for {timeout_s:g} s", key=log.line, advice="join again"
-    )
-
-
-def _is_of(pending: OpenTransaction, writers: tuple[str, ...] | None) -> bool:
-    return writers is None or (pending.writers == writers and not is_dead(pending.owner))
-
-
-def _tries(deadline: float | None) -> Iterator[None]:
-    """Yield until the deadline, at longer and longer intervals; at least once, and once after it."""
-    delay_s = _FIRST_DELAY_S
-    while True:
-        yield
-        left_s = delay_s if deadline is None else deadline - time.monotonic()
-        if left_s <= 0:
-            return
-        time.sleep(min(delay_s, left_s))
-        delay_s = min(1.5 * delay_s, _LONGEST_DELAY_S)
+def _require_map(mapped: object, key: str) -> None:
+    if not isinstance(mapped, AffineMap):
+        raise InvalidInputError(
+            "is no affine map of a slice; make one with dcr_store.layout.slices, or by discover",
+            key=key,
+            expected="an AffineMap" + (", after the tensor" if key == "mapped" else ", in a list"),
+            found=type(mapped).__name__,
+        )

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dcr_store.errors import ConflictError, DcrError, FencedError
-from dcr_store.format.fields import now
 from dcr_store.format.names import new_txid, version_name
-from dcr_store.format.records import Abort, Begin, Record, Resume
+from dcr_store.format.records import Abort, Begin, OfTransaction, Record, Resume
 from dcr_store.log.fold import LineState, OpenTransaction
-from dcr_store.log.line import LineLog
+from dcr_store.log.line import LineLog, next_fields
 from dcr_store.publish.ending import abort_record
 from dcr_store.publish.owner import describe, is_dead
 
 WRITER: Final = "w0"
-# Transactions of this process that somebody still works on: their owner is alive, whatever else its name says.
-LIVE: Final[set[str]] = set()
+# Transactions and attempts of this process that somebody still works on: their owner is alive, whatever else its name
+# says. Of an attempt that was taken over the end says nothing about the one that follows.
+LIVE: Final[set[tuple[str, int]]] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +61,25 @@ def begin(log: LineLog, intent: Intent, check_base: Callable[[LineState], None])
         If another owner's transaction is open.
     """
     txid = new_txid()
-    LIVE.add(txid)
+    LIVE.add((txid, 0))
     try:
         record = log.append(lambda state: _decide_begin(state, intent, check_base, txid))
         if isinstance(record, Abort):
             record = log.append(lambda state: _decide_begin(state, intent, check_base, txid))
         pending = log.state.open
-        if isinstance(record, Abort) or pending is None or pending.txid != record.txid:
+        if isinstance(record, Abort) or pending is None or not _is_of(record, pending):
             raise FencedError("another publisher takes over transactions at the same time", key=log.line)
-        LIVE.add(pending.txid)
+        LIVE.add((pending.txid, pending.attempt))
+        if pending.txid != txid:
+            LIVE.discard((txid, 0))
         return pending
-    finally:
-        if log.state.open is None or log.state.open.txid != txid:
-            LIVE.discard(txid)
+    except BaseException:
+        LIVE.discard((txid, 0))  # begun or not, nobody works on it
+        raise
+
+
+def _is_of(record: Record, pending: OpenTransaction) -> bool:
+    return isinstance(record, OfTransaction) and record.txid == pending.txid
 
 
 def abandon(log: LineLog, pending: OpenTransaction, reason: str) -> None:
@@ -84,20 +90,16 @@ def abandon(log: LineLog, pending: OpenTransaction, reason: str) -> None:
             raise FencedError("the transaction is somebody else's by now", key=pending.txid)
         return abort_record(state, pending.txid, reason)
 
-    with contextlib.suppress(DcrError):
-        log.append(decide)
-    LIVE.discard(pending.txid)
+    try:
+        with contextlib.suppress(DcrError):
+            log.append(decide)
+    finally:
+        LIVE.discard((pending.txid, pending.attempt))
 
 
 def _decide_begin(state: LineState, intent: Intent, check_base: Callable[[LineState], None], txid: str) -> Record:
     pending = state.open
-    common: dict[str, Any] = {
-        "line": state.line,
-        "seq": state.length,
-        "id": new_txid(),
-        "prev": state.last_sha256,
-        "created_at": now(),
-    }
+    common = next_fields(state)
     if pending is None:
         check_base(state)
         return Begin(
@@ -111,7 +113,7 @@ def _decide_begin(state: LineState, intent: Intent, check_base: Callable[[LineSt
             message=intent.message,
             metadata=dict(intent.metadata),
         )
-    ours = pending.owner == intent.owner and pending.txid not in LIVE
+    ours = pending.owner == intent.owner and (pending.txid, pending.attempt) not in LIVE
     if not (intent.takeover or ours or is_dead(pending.owner)):
         raise ConflictError(
             f"another publisher has the transaction for {version_name(state.line, pending.version)} open since "

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr_store.codec.digest import crc64, linear
+from dcr_store.codec.digest import linear_within
 from dcr_store.errors import FormatError, IntegrityError, InvalidInputError
 from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES
@@ -139,14 +139,14 @@ def ones_of(layout: Layout, boxes: Mapping[str, Sequence[Box]], chunk_elements: 
             ]
             if not parts:
                 continue
-            for value in (np.iinfo(buffer.dtype).max, 0):
-                for part in parts:
-                    strides = [dim.there * buffer.itemsize for dim in part.dims]
-                    sizes = [dim.n for dim in part.dims]
-                    np.lib.stride_tricks.as_strided(buffer[part.there :], sizes, strides)[...] = value
-                if value:
-                    ones = linear(crc64(buffer), buffer.nbytes)
-                    found[entry.space][chunk] = found[entry.space].get(chunk, 0) ^ ones
+            first, stop = min(part.there for part in parts), max(part.there_stop for part in parts)
+            for part in parts:
+                strides = [dim.there * buffer.itemsize for dim in part.dims]
+                sizes = [dim.n for dim in part.dims]
+                np.lib.stride_tricks.as_strided(buffer[part.there :], sizes, strides)[...] = np.iinfo(buffer.dtype).max
+            ones = linear_within(buffer[first:stop], buffer[stop:].nbytes)
+            found[entry.space][chunk] = found[entry.space].get(chunk, 0) ^ ones
+            buffer[first:stop] = 0
     return {space: np.array(sorted(rows.items()), np.uint64).reshape(len(rows), 2) for space, rows in found.items()}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -29,6 +29,7 @@ PARTITION_NBYTES: Final = 64 << 20
 MAX_PARTITION_CHUNKS: Final = 256  # with tiny chunks the index would outgrow them
 IN_FLIGHT_NBYTES: Final = 128 << 20
 MAX_IN_FLIGHT: Final = 64  # tiny files would be so many that looking through them takes longer than storing them
+JOURNAL_FIRST_PARTITIONS: Final = 1
 JOURNAL_PARTITIONS: Final = 8
 JOURNAL_INTERVAL_S: Final = 1.0
 _N_UPLOADS: Final = 8
@@ -44,14 +45,14 @@ class Earlier:
     ----------
     durable : mapping of (str, int, str) to Partition
         By array, index and SHA-256: the partitions that are there.
-    named : mapping of (str, int) to str
-        By array and index: the SHA-256 of each that was journaled, there or not.
+    named : mapping of (str, int) to set of str
+        By array and index: the SHA-256 of each that was journaled, there or not; several if they disagree.
     is_sealed : bool
         Whether these are all, and sealed.
     """
 
     durable: Durable
-    named: Mapping[tuple[str, int], str]
+    named: Mapping[tuple[str, int], Set[str]]
     is_sealed: bool
 
 
@@ -109,7 +110,9 @@ class PartitionWriter:
     durable : mapping
         (array, index, sha256) → partition entry of earlier incarnations of the same transaction.
     spool : ChunkSpool or None
-        Where encoded chunks wait, if they have to survive their partition; None keeps them in memory until then.
+        Where encoded chunks wait; None keeps them in memory.
+    keep : bool
+        Whether they stay in the spool after their partition was stored.
     bound : Earlier, optional
         What binds this incarnation, if anything: other bits than those that were journaled are then refused.
     """
@@ -126,12 +129,13 @@ class PartitionWriter:
         durable: Durable,
         spool: ChunkSpool | None,
         *,
+        keep: bool = True,
         bound: Earlier | None = None,
     ) -> None:
         self.objects, self.keys = objects, keys
         self.writer, self.incarnation, self.attempt = writer, incarnation, attempt
         self.codec, self.chunk_elements, self.durable, self.spool = codec, chunk_elements, durable, spool
-        self._bound = bound
+        self._keep, self._bound = keep, bound
         self._open: dict[tuple[str, int], _Open] = {}
         self._arrays: set[str] = set()
         self._uploads = _Uploads(Threads(_N_UPLOADS, "dcr-upload"))
@@ -143,6 +147,7 @@ class PartitionWriter:
         self._seal: Seal | None = None
         self._doubtful: tuple[ObjectRef, JournalEntry] | None = None  # an entry whose put failed: it may be there
         self._journaled_at = time.monotonic()
+        self._is_ending = False
 
     def chunks_per_partition(self, space: str) -> int:
         """Return how many chunks a partition of `space` holds."""
@@ -187,17 +192,21 @@ class PartitionWriter:
         part = self._open.pop((array, index))
         if not part.chunks:
             return
+        blob = self._assembled(array, index, part.chunks)
+        self._arrays.add(array)
+        self._start(len(blob), self._upload, array, index, blob, len(part.chunks))
+
+    def _assembled(self, array: str, index: int, encoded: Mapping[int, bytes | None]) -> bytes:
         per = self.chunks_per_partition(array.partition("/")[0])
         chunks = {}
-        for place in sorted(part.chunks):
-            data = part.chunks[place]
+        for place in sorted(encoded):
+            data = encoded[place]
             if data is None and self.spool is not None:
-                data = self.spool.get(_place(array), index * per + place)
+                find = self.spool.get if self._keep else self.spool.pop
+                data = find(_place(array), index * per + place)
             assert data is not None
             chunks[place] = data
-        blob = shard.assemble(chunks, per)
-        self._arrays.add(array)
-        self._start(len(blob), self._upload, array, index, blob, len(chunks))
+        return shard.assemble(chunks, per)
 
     def _start(self, nbytes: int, upload: Callable[..., object], *arguments: object) -> None:
         """Hand `nbytes` to the uploaders, who have to say when they leave; raises what an earlier upload met."""
@@ -214,9 +223,8 @@ class PartitionWriter:
         try:
             key = self.keys.partition(self.writer, self.incarnation, array, index)
             ref = ObjectRef.of(key, blob)
+            self._require_bound(key, array, index, ref.sha256)
             partition = self.durable.get((array, index, ref.sha256))
-            if partition is None:
-                self._require_bound(key, array, index, ref.sha256)
             if partition is None:
                 events.reached("publish.partition.before", key)
                 self.objects.put(key, blob)
@@ -225,23 +233,26 @@ class PartitionWriter:
             with self._lock:
                 self._sealed.append(partition)
                 self._unjournaled.append(partition)
+                # The first one at once, unless the seal comes next: receivers can begin.
+                n_wanted = JOURNAL_PARTITIONS if self._journal or self._is_ending else JOURNAL_FIRST_PARTITIONS
                 due = time.monotonic() - self._journaled_at >= JOURNAL_INTERVAL_S
-                if due or len(self._unjournaled) >= JOURNAL_PARTITIONS:
+                if due or len(self._unjournaled) >= n_wanted:
                     self._journal_now(None)
         finally:
             self._uploads.leave(len(blob))
 
     def _require_bound(self, key: str, array: str, index: int, found: str | None) -> None:
-        """Refuse a partition, or that there is none, if an earlier incarnation said something else."""
+        """Refuse a partition, or that there is none, if any earlier incarnation said something else."""
         if self._bound is None:
             return
-        expected = self._bound.named.get((array, index), None if self._bound.is_sealed else found)
-        if expected != found:
+        named = self._bound.named.get((array, index))
+        is_new = named is None and (found is None or not self._bound.is_sealed)
+        if not is_new and named != {found}:
             raise ConflictError(
                 f"writer {self.writer} has other bits than it stored before in this transaction; give the same "
                 "weights again, or abort and begin again",
                 key=key,
-                expected=expected or "nothing changed there",
+                expected=" and ".join(sorted(named)) if named else "nothing changed there",
                 found=found or "nothing changed there",
             )
 
@@ -278,8 +289,20 @@ class PartitionWriter:
         self._unjournaled = [item for item in self._unjournaled if item not in entry.partitions]
         self._journaled_at = time.monotonic()
 
+    def take(self, partitions: Iterable[Partition]) -> None:
+        """Take partitions that are stored already, by others in the name of this incarnation or an earlier one."""
+        with self._lock:
+            for partition in partitions:
+                self._arrays.add(partition.array)
+                self._sealed.append(partition)
+                self._unjournaled.append(partition)
+            due = time.monotonic() - self._journaled_at >= JOURNAL_INTERVAL_S
+            if self._unjournaled and (due or len(self._unjournaled) >= JOURNAL_PARTITIONS):
+                self._journal_now(None)
+
     def flush(self) -> None:
         """Store the partitions that are still open and wait for all uploads."""
+        self._is_ending = True
         self._store_open()
         for future in self._uploads.futures:
             future.result()
@@ -312,6 +335,7 @@ class PartitionWriter:
         ownership : ObjectRef, optional
             Which elements the writer owns; None for a sole writer.
         """
+        self._is_ending = True
         self._store_open()
         stored = {"contributions.bin": contributions.encode(rows)}
         described = []
@@ -432,7 +456,7 @@ def read_earlier(objects: ObjectStore, keys: TransactionKeys, writer: str) -> Ea
     Journal entries that cannot be read are left out: their partitions are stored again.
     """
     durable: dict[tuple[str, int, str], Partition] = {}
-    named: dict[tuple[str, int], str] = {}
+    named: dict[tuple[str, int], set[str]] = {}
     is_sealed = False
     sizes = objects.list(keys.prefix)
     for key in sizes:
@@ -446,7 +470,7 @@ def read_earlier(objects: ObjectStore, keys: TransactionKeys, writer: str) -> Ea
             continue
         is_sealed |= entry.seal is not None
         for item in (*entry.partitions, *(entry.seal.partitions if entry.seal else ())):
-            named[item.array, item.index] = item.sha256
+            named.setdefault((item.array, item.index), set()).add(item.sha256)
             if sizes.get(keys.partition(writer, item.incarnation, item.array, item.index)) == item.nbytes:
                 durable[item.array, item.index, item.sha256] = item
     return Earlier(durable, named, is_sealed)

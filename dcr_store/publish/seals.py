@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from dcr_store.errors import ConflictError, FormatError, NotFoundError
 from dcr_store.format.documents import JournalEntry, ObjectRef, SealRef
 from dcr_store.format.names import TransactionKeys
+from dcr_store.objects.transfer import map_bounded
 from dcr_store.payload import contributions
 from dcr_store.payload.contributions import Rows
 from dcr_store.payload.version import fetch
@@ -42,13 +44,14 @@ class SealWatch:
     _seals: dict[tuple[str, int], list[tuple[str, bytes, JournalEntry]]] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Read the journal entries that are new; ``FormatError`` if one stays damaged."""
-        for key in sorted(set(self.objects.list(f"{self.keys.prefix}journal/")) - self._seen):
-            try:
-                data = self.objects.get(key)
-                entry = JournalEntry.from_bytes(data, key)
-            except NotFoundError:
+        """Read the journal entries that are new, side by side; ``FormatError`` if one stays damaged."""
+        keys = sorted(set(self.objects.list(f"{self.keys.prefix}journal/")) - self._seen)
+        found = map(self._get, keys) if self.objects.is_local or len(keys) < 2 else map_bounded(self._get, keys)
+        for key, data in zip(keys, found, strict=True):
+            if data is None:
                 continue  # a listing that runs ahead
+            try:
+                entry = JournalEntry.from_bytes(data, key)
             except FormatError:
                 self._damaged[key] = self._damaged.get(key, 0) + 1
                 if self._damaged[key] > _N_LOOKS:  # nobody puts half an entry
@@ -60,12 +63,18 @@ class SealWatch:
                 continue
             self._seals.setdefault((entry.writer, entry.attempt), []).append((key, data, entry))
 
+    def _get(self, key: str) -> bytes | None:
+        try:
+            return self.objects.get(key)
+        except NotFoundError:
+            return None
+
     def missing(self, attempt: int) -> list[str]:
         """Return the writers that have not sealed an attempt."""
         return [writer for writer in self.writers if (writer, attempt) not in self._seals]
 
-    def sealed(self, attempt: int) -> list[tuple[Sealed, Ownership]]:
-        """Return what all writers have sealed of an attempt, in their order, with what they own.
+    def sealed(self, attempt: int) -> list[tuple[Sealed, ObjectRef]]:
+        """Return what all writers have sealed of an attempt, in their order, with where it stands what they own.
 
         Raises
         ------
@@ -74,9 +83,29 @@ class SealWatch:
         IntegrityError, FormatError
             If something that a seal names is missing or damaged.
         """
-        return [self._only(writer, attempt) for writer in self.writers]
+        only = partial(self._only, attempt=attempt)
+        return list(map(only, self.writers) if self.objects.is_local else map_bounded(only, self.writers))
 
-    def _only(self, writer: str, attempt: int) -> tuple[Sealed, Ownership]:
+    def ownership(self, found: Sequence[tuple[Sealed, ObjectRef]]) -> list[Ownership]:
+        """Read what writers own, as ``sealed`` returned where it stands.
+
+        Raises
+        ------
+        IntegrityError, FormatError
+            If a document is missing, damaged or of another writer.
+        """
+        return list(map(self._owned, found) if self.objects.is_local else map_bounded(self._owned, found))
+
+    def _owned(self, item: tuple[Sealed, ObjectRef]) -> Ownership:
+        sealed, ref = item
+        owned = Ownership.from_bytes(fetch(self.objects, ref), ref.key)
+        if owned.writer != sealed.seal.writer:
+            raise FormatError(
+                "is the ownership of another writer", key=ref.key, expected=sealed.seal.writer, found=owned.writer
+            )
+        return owned
+
+    def _only(self, writer: str, attempt: int) -> tuple[Sealed, ObjectRef]:
         found, *others = [self._sealed(*item) for item in self._seals[writer, attempt]]
         for other, _ in others:
             if not same_bits(found[0].rows, other.rows):
@@ -89,7 +118,7 @@ class SealWatch:
                 )
         return found
 
-    def _sealed(self, key: str, data: bytes, entry: JournalEntry) -> tuple[Sealed, Ownership]:
+    def _sealed(self, key: str, data: bytes, entry: JournalEntry) -> tuple[Sealed, ObjectRef]:
         seal = entry.seal
         assert seal is not None
         if seal.ownership is None:
@@ -104,13 +133,8 @@ class SealWatch:
         ref = ObjectRef.of(key, data)
         objects = [*stored, *described, seal.contributions, *seal.journal, *seal.files, seal.ownership, ref]
         rows = contributions.decode(fetch(self.objects, seal.contributions), seal.contributions.key)
-        owned = Ownership.from_bytes(fetch(self.objects, seal.ownership), seal.ownership.key)
-        if owned.writer != entry.writer:
-            raise FormatError(
-                "is the ownership of another writer", key=seal.ownership.key, expected=entry.writer, found=owned.writer
-            )
         found = Sealed(SealRef(entry.writer, entry.incarnation, ref), objects, rows, seal.changed, len(stored))
-        return found, owned
+        return found, seal.ownership
 
 
 def read_seal(objects: ObjectStore, seal: SealRef) -> dict[str, Rows]:

@@ -1,32 +1,40 @@
-"""A rank's copy of the last committed bits of its own slices, in memory, packed by chunk (``layout.pieces``).
+"""A rank's copy of the last committed bits of its own slices, packed by chunk (``layout.pieces``), in some memory.
 
 Every piece has the digest that its bits ought to have, compared whenever it is used: a piece that drifted is read from
-the store again. It advances when the outcome of a commit is known. Slices that are new, as after a change of the
-training topology, are read from the store: only the chunks that they meet.
+the store again. It advances when the outcome of a commit is known. Bits from before, be they of a process that has
+ended, of a version that others have followed by more, or of a transaction without an outcome, are proven first, piece
+by piece: one that is of a version further back gets the changes since, one that is of none is read from the store, as
+are slices that are new. All that are announced are read together, each chunk that they meet once.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dcr_store import events
 from dcr_store.codec import kernels
-from dcr_store.codec.digest import crc64, linear
+from dcr_store.codec.digest import crc64, linear_within
+from dcr_store.errors import IntegrityError
 from dcr_store.format.documents import SPACES, ObjectRef
-from dcr_store.layout.dtypes import Bits, uint_dtype
+from dcr_store.layout.dtypes import ALIGNMENT_NBYTES, Bits, uint_dtype
 from dcr_store.layout.pieces import Piece
+from dcr_store.objects.transfer import map_bounded
 from dcr_store.publish.ownership import Ownership
-from dcr_store.versions.catalog import Catalog, Located
-from dcr_store.versions.path import ZERO
-from dcr_store.versions.replay import everywhere, replay
+from dcr_store.publish.slice_memory import Claim, Earlier, Memory, OwnMemory
+from dcr_store.versions.catalog import Catalog, LazyStates, Located
+from dcr_store.versions.changes import ChunkChanges, iter_chunk_changes, require_consistent
+from dcr_store.versions.moving import have_moved, told_of, while_kept
+from dcr_store.versions.path import UNKNOWN
+from dcr_store.versions.replay import only, replay
 from dcr_store.versions.route import route
-from dcr_store.versions.workers import scratch
+from dcr_store.versions.workers import n_workers, scratch
 
 
 @dataclass
@@ -44,6 +52,8 @@ class SliceBits:
         CRC-64/NVME of each piece's packed bytes.
     owned : ndarray of uint64, shape (n_pieces,)
         L of the piece's bits in its chunk, zeros elsewhere.
+    room : object
+        Of `bits`, as the memory gave it.
     """
 
     pieces: tuple[Piece, ...]
@@ -51,20 +61,14 @@ class SliceBits:
     starts: tuple[int, ...]
     digests: NDArray[np.uint64]
     owned: NDArray[np.uint64]
+    room: object = None
 
     @classmethod
-    def blank(cls, pieces: Sequence[Piece]) -> SliceBits:
-        """Return the bits of a slice that nothing is known of."""
+    def over(cls, pieces: Sequence[Piece], bits: Bits, room: object = None) -> SliceBits:
+        """Return a slice of which nothing is known but where its bits are, shape (n_elements,)."""
         starts = np.cumsum([0, *(piece.n_elements for piece in pieces)]).tolist()
-        dtype = uint_dtype(pieces[0].space) if pieces else np.dtype(np.uint8)
         n = len(pieces)
-        return cls(
-            tuple(pieces),
-            np.empty(starts[-1], dtype),
-            tuple(starts[:-1]),
-            np.zeros(n, np.uint64),
-            np.zeros(n, np.uint64),
-        )
+        return cls(tuple(pieces), bits, tuple(starts[:-1]), np.zeros(n, np.uint64), np.zeros(n, np.uint64), room)
 
     def packed(self, index: int) -> Bits:
         """Return the bits of a piece, uintN of shape (n_elements,); a view."""
@@ -74,41 +78,35 @@ class SliceBits:
     def note(self, index: int, chunk_elements: int) -> None:
         """Take the digests of a piece from its bits."""
         self.digests[index] = crc64(self.packed(index))
-        self._note_owned(index, chunk_elements)
+        self.note_owned(index, chunk_elements)
 
-    def renew_owned(self, chunk_elements: int) -> None:
-        """Take `owned` from the bits again, where these are what they ought to be; the others are healed when used."""
-        for index in range(len(self.pieces)):
-            if crc64(self.packed(index)) == int(self.digests[index]):
-                self._note_owned(index, chunk_elements)
+    def take(self, index: int, new: Bits, chunk_elements: int) -> None:
+        """Have other bits for a piece, and their digests: of `new` itself, not of what is read again from a file."""
+        self.digests[index] = crc64(new)
+        self._note_owned(index, new, chunk_elements)
+        np.copyto(self.packed(index), new)
 
-    def _note_owned(self, index: int, chunk_elements: int) -> None:
-        piece, packed = self.pieces[index], self.packed(index)
+    def note_owned(self, index: int, chunk_elements: int) -> None:
+        """Take `owned` of a piece from its bits."""
+        self._note_owned(index, self.packed(index), chunk_elements)
+
+    def _note_owned(self, index: int, packed: Bits, chunk_elements: int) -> None:
+        piece = self.pieces[index]
+        first, stop = piece.span
         chunk = scratch(piece.space, chunk_elements, "owned")
-        chunk.fill(0)
+        chunk[first:stop] = 0
         piece.spread(packed, chunk)
-        self.owned[index] = linear(crc64(chunk), chunk.nbytes)
+        self.owned[index] = linear_within(chunk[first:stop], chunk[stop:].nbytes)
 
 
-class Change(NamedTuple):
-    """What a transaction changes of a piece.
+class Changes(Protocol):
+    """What a transaction changes, piece after piece."""
 
-    Attributes
-    ----------
-    positions : ndarray of uint32, shape (n,)
-        Packed.
-    values : ndarray of uintN, shape (n,)
-        ``base ^ new``.
-    digest : int
-        Of the piece afterwards.
-    mask : int
-        L of the mask in the chunk.
-    """
+    def marks(self) -> Iterable[tuple[str, int, int, int]]:
+        """Return key and index of each piece, its digest afterwards, and L of its mask in the chunk."""
 
-    positions: NDArray[np.uint32]
-    values: Bits
-    digest: int
-    mask: int
+    def changed(self) -> Iterable[tuple[str, int, NDArray[np.uint32], Bits]]:
+        """Return key and index of each, positions in it, and ``base ^ new`` there, uintN of the same shape."""
 
 
 @dataclass
@@ -117,40 +115,71 @@ class SliceBaseline:
 
     Attributes
     ----------
+    memory : Memory
+        Where their bits are.
     at : Located or None
         The version whose bits these are; None while there is none.
     ownership : tuple of (bytes, ObjectRef), or None
         What the seal of that version says about who owns what, and where it is: as long as the version is kept.
-    is_doubtful : bool
-        Whether the last transaction ended without a version, be it because what a writer has of the base was not that.
+    n_doubts : int
+        How many transactions in a row ended without a version, be it because what a writer has of the base was not
+        that. After one, digests are taken from the bits again; after two, the bits are read from the store: they may be
+        wrong, and their digests agree with them, which this writer alone cannot tell.
     owned : Ownership or None
         What was worked out last about who owns what, whether or not it is stored: it follows from the slices alone.
     proven : tuple of (str, tuple of str), or None
-        Of the committer: the layout, and the SHA-256 of what all writers own, that were found to fit last.
+        Of the committer: the layout, and the writers with the SHA-256 of what each owns, that were found to fit last.
     """
 
     chunk_elements: int
+    memory: Memory = field(default_factory=OwnMemory)
     at: Located | None = None
     slices: dict[str, SliceBits] = field(default_factory=dict)
     ownership: tuple[bytes, ObjectRef] | None = None
     owned: Ownership | None = None
     proven: tuple[str, tuple[str, ...]] | None = None
-    is_doubtful: bool = False
+    n_doubts: int = 0
+    _earlier: dict[str, Earlier] = field(default_factory=dict)
+    _layout: str | None = None
     _pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
     _healing: threading.Lock = field(default_factory=threading.Lock)
 
+    def __post_init__(self) -> None:
+        """Take what the memory has found."""
+        self._earlier, self._layout = self.memory.found(), self.memory.layout
+
     def bring_to(self, located: Located | None) -> None:
-        """Forget everything unless it is that version's."""
-        if located is None or self.at is None or self.at.row.root != located.row.root:
-            self.slices.clear()
-            self._pieces.clear()
+        """Go on from a version; what is here is proven again unless it is that version's. None forgets everything."""
         if located is None or self.at is None or self.at.row.txid != located.row.txid:
             self.ownership = None
-        if self.is_doubtful:
-            for bits in self.slices.values():
-                bits.renew_owned(self.chunk_elements)
-            self.is_doubtful = False
+        if self.n_doubts:
+            self.owned = None
+        if located is None or located.row.layout != self._layout or self.n_doubts > 1:
+            self.forget()
+        elif self.n_doubts or self.at is None or self.at.row.root != located.row.root:
+            self._set_aside()
+        if located is not None:
+            self._layout = located.row.layout
         self.at = located
+        self._free()
+
+    def forget(self) -> None:
+        """Forget all slices."""
+        self.slices.clear()
+        self._earlier.clear()
+        self._pieces.clear()
+        self.at, self._layout, self.n_doubts = None, None, 0
+
+    def _set_aside(self) -> None:
+        """Let every slice be proven again before it is used."""
+        if self.at is not None:
+            for key, bits in self.slices.items():
+                self._earlier[key] = Earlier(bits.bits, bits.room, (Claim.of(self.at, bits.digests),))
+        self.slices.clear()
+
+    def _free(self) -> None:
+        held: list[SliceBits | Earlier] = [*self.slices.values(), *self._earlier.values()]
+        self.memory.keep(bits.room for bits in held)
 
     def pieces_of(self, key: str, cut: Callable[[], tuple[Piece, ...]]) -> tuple[Piece, ...]:
         """Return the pieces of a slice, cut once."""
@@ -158,22 +187,95 @@ class SliceBaseline:
             self._pieces[key] = self.slices[key].pieces if key in self.slices else cut()
         return self._pieces[key]
 
-    def keep(self, keys: Container[str]) -> None:
-        """Forget all slices but these."""
-        for known in (self.slices, self._pieces):
-            for key in [key for key in known if key not in keys]:
-                del known[key]
+    def expect(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
+        """Hear which slices are going to be blank, so that their bits may be in one place."""
+        self.memory.expect(sum(_nbytes(pieces) for pieces in wanted.values()))
 
-    def read(self, catalog: Catalog, wanted: Mapping[str, Sequence[Piece]]) -> None:
-        """Read slices, by key, from the store, at the baseline's version."""
+    def blank(self, pieces: Sequence[Piece]) -> SliceBits:
+        """Return room for a slice, of any content."""
+        n_elements = sum(piece.n_elements for piece in pieces)
+        return SliceBits.over(pieces, *self.memory.take(n_elements, _dtype(pieces)))
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self, catalog: Catalog, wanted: Mapping[str, Sequence[Piece]]) -> bool:
+        """Have slices, by key, at the baseline's version: from what was here before, else from the store.
+
+        Returns
+        -------
+        bool
+            Whether anything was read, which a note would save who comes after this process.
+        """
         assert self.at is not None
-        blank = {key: SliceBits.blank(pieces) for key, pieces in wanted.items()}
-        _read(catalog, self.at, [(bits, index) for bits in blank.values() for index in range(len(bits.pieces))])
-        for bits in blank.values():
-            for index in range(len(bits.pieces)):
-                bits.note(index, self.chunk_elements)
-        self.slices.update(blank)
-        events.reached("slices.read", f"{self.at.name} {len(wanted)}")
+        missing = {key: pieces for key, pieces in wanted.items() if key not in self.slices}
+        if not missing:
+            return False
+        known = {key: self._earlier[key] for key, pieces in missing.items() if self._fits(key, pieces)}
+        self.expect({key: pieces for key, pieces in missing.items() if key not in known})
+        found = {
+            key: SliceBits.over(pieces, known[key].bits, known[key].room) if key in known else self.blank(pieces)
+            for key, pieces in missing.items()
+        }
+        before = told_of(catalog, [self.at])
+        states = _states(catalog, self.at, known.values())
+        chain = [self.at] if states is None else catalog.along(self.at.line, states.edges)
+        items = [(key, index) for key, bits in found.items() for index in range(len(bits.pieces))]
+
+        def prove(item: tuple[str, int]) -> int:
+            return self._prove(found[item[0]], item[1], known.get(item[0]), chain)
+
+        behind: dict[int, list[tuple[SliceBits, int]]] = {}
+        for (key, index), state in zip(items, map_bounded(prove, items, n_parallel=n_workers()), strict=True):
+            if state != len(chain) - 1:
+                behind.setdefault(state, []).append((found[key], index))
+        unknown = behind.pop(UNKNOWN, [])
+        if behind:
+            assert states is not None  # of what is behind, the version is on it
+            try:
+                _advance(catalog, states, behind)
+                events.reached("slices.followed", f"{self.at.name} {sum(map(len, behind.values()))}")
+            except IntegrityError as error:
+                if not have_moved(catalog, [self.at], before, error):
+                    raise
+                unknown += itertools.chain(*behind.values())
+                behind.clear()
+        if unknown:
+            _read(catalog, self.at, unknown)
+            events.reached("slices.read", f"{self.at.name} {len(unknown)}")
+
+        def note(item: tuple[SliceBits, int]) -> None:
+            item[0].note(item[1], self.chunk_elements)
+
+        for _ in map_bounded(note, itertools.chain(unknown, *behind.values()), n_parallel=n_workers()):
+            pass
+        self.slices.update(found)
+        for key in found:
+            self._earlier.pop(key, None)
+        return bool(unknown or behind)
+
+    def _fits(self, key: str, pieces: Sequence[Piece]) -> bool:
+        earlier = self._earlier.get(key)
+        return (
+            earlier is not None
+            and len(earlier.bits) == sum(piece.n_elements for piece in pieces)
+            and earlier.bits.dtype == _dtype(pieces)
+            and all(len(claim.digests) == len(pieces) for claim in earlier.claims)
+        )
+
+    def _prove(self, bits: SliceBits, index: int, earlier: Earlier | None, chain: Sequence[Located]) -> int:
+        """Return which version of the chain a piece is of, the newest; ``UNKNOWN`` if none."""
+        if earlier is None:
+            return UNKNOWN
+        digest, found = crc64(bits.packed(index)), UNKNOWN
+        for claim in earlier.claims:
+            for place, located in enumerate(chain):
+                held = (located.row.version, located.row.txid, located.row.root)
+                if int(claim.digests[index]) == digest and held == (claim.version, claim.txid, claim.root):
+                    found = max(found, place)
+        if found == len(chain) - 1:
+            bits.digests[index] = digest
+            bits.note_owned(index, self.chunk_elements)
+        return found
 
     def heal(self, catalog: Catalog, bits: SliceBits, index: int) -> None:
         """Read one piece from the store again, unless it is right by now."""
@@ -186,11 +288,53 @@ class SliceBaseline:
             bits.note(index, self.chunk_elements)
             events.reached("slices.healed", f"{bits.pieces[index].space} {bits.pieces[index].chunk}")
 
-    def change(self, bits: SliceBits, index: int, change: Change) -> None:
-        """XOR what a committed transaction changed into a piece."""
-        kernels.engine().xor_at(bits.packed(index), change.positions, change.values)
-        bits.digests[index] = change.digest
-        bits.owned[index] ^= np.uint64(change.mask)
+    # ------------------------------------------------------------------ advancing
+
+    def note(self) -> None:
+        """Note what is here, for a process that comes after this one."""
+        assert self.at is not None
+        self._note(self.at, self.slices)
+
+    def _note(self, located: Located, slices: Mapping[str, SliceBits]) -> None:
+        noted = {key: (bits.room, bits.digests) for key, bits in slices.items()}
+        self.memory.note(located, located.row.layout, noted)
+
+    def adopt(self, located: Located, used: Mapping[str, SliceBits]) -> None:
+        """Take the bits of a state that was stored whole, and has been committed."""
+        self._settle(located, used)
+        self._note(located, used)
+
+    def advance(self, located: Located, used: Mapping[str, SliceBits], changes: Changes) -> None:
+        """XOR what a committed transaction changes into the slices that it used, and forget the others."""
+        self.slices = {}  # whoever interrupts this leaves nothing that could be taken for the version before
+        for key, index, digest, mask in changes.marks():
+            used[key].digests[index] = digest
+            used[key].owned[index] ^= np.uint64(mask)
+        # A kill before leaves the bits of the version before, and its note; after, those of either, and both notes.
+        self._note(located, used)
+        for key, index, positions, values in changes.changed():
+            kernels.engine().xor_at(used[key].packed(index), positions, values)
+            events.reached("slices.piece.advanced", f"{key} {index}")
+        self._settle(located, used)
+
+    def _settle(self, located: Located, used: Mapping[str, SliceBits]) -> None:
+        self.slices = {}  # whoever interrupts this leaves nothing that could be taken for another version
+        self.at, self._layout = located, located.row.layout
+        self.slices = dict(used)
+        self._earlier.clear()
+        for key in [key for key in self._pieces if key not in self.slices]:
+            del self._pieces[key]
+        self._free()
+
+
+def _dtype(pieces: Sequence[Piece]) -> np.dtype[Any]:
+    return uint_dtype(pieces[0].space) if pieces else np.dtype(np.uint8)
+
+
+def _nbytes(pieces: Sequence[Piece]) -> int:
+    """Return how many bytes a slice takes, in a place that is aligned."""
+    nbytes = sum(piece.n_elements for piece in pieces) * _dtype(pieces).itemsize
+    return max(1, -(-nbytes // ALIGNMENT_NBYTES)) * ALIGNMENT_NBYTES
 
 
 class _Gatherer:
@@ -198,6 +342,10 @@ class _Gatherer:
 
     def __init__(self, wanted: Iterable[tuple[SliceBits, int]]) -> None:
         self.wanted: dict[tuple[str, int], list[tuple[SliceBits, int]]] = {}
+        self.add(wanted)
+
+    def add(self, wanted: Iterable[tuple[SliceBits, int]]) -> None:
+        """Keep what these hold, too."""
         for bits, index in wanted:
             piece = bits.pieces[index]
             self.wanted.setdefault((piece.space, piece.chunk), []).append((bits, index))
@@ -214,13 +362,62 @@ class _Gatherer:
 
 def _read(catalog: Catalog, located: Located, wanted: Sequence[tuple[SliceBits, int]]) -> None:
     """Replay the chunks that pieces meet, from the nearest anchor."""
+    while_kept(catalog, [located], lambda: _replay(catalog, located, wanted))
+
+
+def _replay(catalog: Catalog, located: Located, wanted: Sequence[tuple[SliceBits, int]]) -> None:
     for bits, index in wanted:
         bits.packed(index).fill(0)  # a chunk of zeros is stored nowhere, and so is not written
     target = _Gatherer(wanted)
     path = route(catalog, located).path
-    places = everywhere(path, ZERO)
-    for space in SPACES:
-        elsewhere = np.ones(len(places[space]), bool)
-        elsewhere[[chunk for found, chunk in target.wanted if found == space]] = False
-        places[space][elsewhere] = path.goal
-    replay(catalog.objects, path, target, places)
+    chunks = {space: [chunk for found, chunk in target.wanted if found == space] for space in SPACES}
+    replay(catalog.objects, path, target, only(path, chunks))
+
+
+def _states(catalog: Catalog, at: Located, known: Iterable[Earlier]) -> LazyStates | None:
+    """Return what leads to a version, by way of those that slices may be of; None if nothing is known of any."""
+    numbers = {claim.version for earlier in known for claim in earlier.claims}
+    if not numbers:
+        return None
+    rows = [catalog.row(at.line, number) for number in sorted(numbers) if number <= at.row.version]
+    states = route(catalog, at, [Located(at.line, row) for row in rows if row is not None]).path.states
+    assert isinstance(states, LazyStates)
+    return states
+
+
+def _advance(catalog: Catalog, states: LazyStates, behind: Mapping[int, Sequence[tuple[SliceBits, int]]]) -> None:
+    """Apply to pieces, by the state on the path that they are in, what lies between it and the last.
+
+    A chunk is not seen whole; what is applied is proven by what was sealed, and the result by the next commit.
+    """
+    wanted = _Gatherer([])
+    for step in range(min(behind), len(states)):
+        if step > min(behind):
+            before, contents = states[step - 1 : step + 1]
+            require_consistent(before, [contents])
+            chunks = {space: {chunk for found, chunk in wanted.wanted if found == space} for space in SPACES}
+            for changes in iter_chunk_changes(
+                catalog.objects, contents, catalog.document.chunk_elements, chunks=chunks
+            ):
+                for bits, index in wanted.wanted.get((changes.space, changes.chunk), ()):
+                    _apply(changes, bits.pieces[index], bits.packed(index), catalog.document.chunk_elements)
+        wanted.add(behind.get(step, ()))
+
+
+def _apply(changes: ChunkChanges, piece: Piece, packed: Bits, chunk_elements: int) -> None:
+    """Apply what a version changes in a chunk to what a piece has of it."""
+    chunk = scratch(piece.space, chunk_elements, "changes")
+    part = scratch(piece.space, chunk_elements, "part")[: piece.n_elements]
+    chunk.fill(0)
+    chunk[changes.positions] = changes.masks
+    piece.gather_chunk(chunk, part)
+    np.bitwise_xor(packed, part, out=packed)
+    if len(changes.written):
+        flags = scratch("u8", chunk_elements, "written")
+        flags_part = scratch("u8", chunk_elements, "written part")[: piece.n_elements]
+        flags.fill(0)
+        flags[changes.written] = 1
+        piece.gather_chunk(flags, flags_part)
+        chunk[changes.written] = changes.values
+        piece.gather_chunk(chunk, part)
+        np.copyto(packed, part, where=flags_part.view(np.bool_))

@@ -15,7 +15,7 @@ from typing import IO, Final
 
 from dcr_store.errors import StorageError
 
-SPOOL_NBYTES: Final = 64 << 20
+SPOOL_NBYTES: Final = 8 << 20
 
 Place = tuple[str, int]
 
@@ -62,6 +62,18 @@ class ChunkSpool:
             return None
         with _translated():
             return os.pread(self._file.fileno(), place[1], place[0])
+
+    def pop(self, space: str, chunk: int) -> bytes:
+        """Return a chunk that was put, and forget it; what is in the file stays there."""
+        with self._lock:
+            held = self._held.pop((space, chunk), None)
+            if held is not None:
+                self._held_nbytes -= len(held)
+                return held
+        stored = self.get(space, chunk)
+        assert stored is not None
+        del self._stored[space, chunk]
+        return stored
 
     def places(self) -> list[Place]:
         """Return what is kept: first what is in memory, then the rest, each in the order of arrival."""

@@ -112,7 +112,7 @@ def encode_delta(codec: Codec, space: str, chunk: int, base: Bits, base_digest: 
     codec.apply(data, new)
     decoded, decoded_values = codec.decode_sparse(data, new.dtype, len(new))
     if not (np.array_equal(positions, decoded) and np.array_equal(values, decoded_values)) or crc64(new) != digest:
-        raise _unfaithful(space, chunk)
+        raise unfaithful(space, chunk)
     return None
 
 
@@ -123,11 +123,12 @@ def encode_anchor(codec: Codec, space: str, chunk: int, new: Bits) -> EncodedChu
         return EncodedChunk(space, chunk, None, 0, zero, zero)
     data = codec.encode(new)
     if not np.array_equal(codec.decode(data, new.dtype, len(new)), new):
-        raise _unfaithful(space, chunk)
+        raise unfaithful(space, chunk)
     return EncodedChunk(space, chunk, data, 0, zero, crc64(new))
 
 
-def _unfaithful(space: str, chunk: int) -> IntegrityError:
+def unfaithful(space: str, chunk: int) -> IntegrityError:
+    """Return the error of a chunk whose encoding does not decode to it."""
     return IntegrityError(
         f"chunk {chunk} of {space} does not decode to what was encoded; nothing was published: check the memory of "
         "this machine",
@@ -334,7 +335,11 @@ class AnchorWriter(StateWriter):
 
 
 def new_tables(
-    lengths: dict[str, int], base: dict[str, Table] | None, rows: dict[str, NDArray[np.uint64]], chunk_elements: int
+    lengths: dict[str, int],
+    base: dict[str, Table] | None,
+    rows: dict[str, NDArray[np.uint64]],
+    chunk_elements: int,
+    told: Callable[[str, int], str] = "chunk {1} of {0}".format,
 ) -> dict[str, Table]:
     """Return the digest tables after a transaction.
 
@@ -346,6 +351,8 @@ def new_tables(
         Tables of the base; None for an anchor: all zeros.
     rows : dict of str to ndarray of uint64, shape (n, 4)
         Contributions of all writers.
+    told : callable
+        Says of a space and a chunk what is there, and who wrote it.
 
     Raises
     ------
@@ -361,8 +368,8 @@ def new_tables(
         drifted = (table[chunks] ^ zero) != rows[space][:, 3]
         if drifted.any():
             raise IntegrityError(
-                f"the baseline is not the base in chunk {int(chunks[drifted][0])} of {space}; abort and publish again; "
-                "if that does not help, delete the baseline directory, it is rebuilt from the store",
+                f"the baseline is not the base in {told(space, int(chunks[drifted][0]))}; abort and publish again; "
+                "if that does not help, delete the baseline directory, if there is one: it is rebuilt from the store",
                 expected=f"{int(table[chunks[drifted][0]]):016x}",
                 found=f"{int(rows[space][drifted][0, 3] ^ zero):016x}",
             )

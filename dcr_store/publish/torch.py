@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 TIMEOUT_S: Final = 1800.0
 _GRACE_S: Final = 5.0
 _MAX_TOLD: Final = 5
+_AGAIN: Final = "publish again on all ranks, with a longer timeout_s if one is only slow"
 
 
 class Publisher(Protocol):
@@ -61,6 +62,7 @@ def publish_module(
     metadata: Mapping[str, Any] | None = None,
     owner: str | None = None,
     takeover: bool = False,
+    baseline: str | os.PathLike[str] | None = None,
     timeout_s: float | None = TIMEOUT_S,
 ) -> VersionInfo:
     """Publish a module's parameters and buffers as the next version of a line. Every rank calls it.
@@ -71,7 +73,8 @@ def publish_module(
     Parameters
     ----------
     store : Store
-        Each rank opens its own, and keeps it from version to version: it has the baseline of what the rank owns.
+        Each rank opens its own, and keeps it from version to version: it has the baseline of what the rank owns, which
+        it reads from the store otherwise, or proves if it is in files.
     module : torch.nn.Module
         Plain (then all ranks hold the same), or with DTensors as ``fully_shard`` and ``parallelize_module`` leave them.
         Of a wrapper, such as DDP's, give what it wraps. Each tensor is copied once while it is read, chunk by chunk:
@@ -95,6 +98,9 @@ def publish_module(
         As of ``map_of_dtensor``; by default ``fully_shard`` for the parameters of FSDP2 modules.
     message, metadata, owner, takeover
         As of ``Store.begin``; those of the first rank count.
+    baseline : path, optional
+        As of ``Store.begin`` with writers: a directory, the same for all ranks, in which each keeps what it owns for
+        its next run; "pinned"; by default memory.
     timeout_s : float, optional
         How long to wait for the other ranks, each time.
 
@@ -112,12 +118,18 @@ def publish_module(
     FencedError
         If another rank failed and aborted it.
     """
+    require_store(store)
     held = _held(module, rename, dtype, made_by)
     ranks, mesh = _ranks(held, mesh, 1 if writers is None else len(writers))
     names = tuple(writers) if writers is not None else tuple(f"rank{number}" for number in ranks)
     place = _place(rank, ranks, names)
     plan = _Plan(tuple(_item(name, tensor, made, mesh, ranks, dtype) for name, (tensor, made) in held.items()), ranks)
-    common = {"line": line, "writer": names[place], "slices": lambda layout: plan.maps(layout, ranks[place])}
+    common = {
+        "line": line,
+        "writer": names[place],
+        "slices": lambda layout: plan.maps(layout, ranks[place]),
+        "baseline": baseline,
+    }
     known = _known.setdefault(store, set())
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     if place == 0 and txid is None:
@@ -150,6 +162,17 @@ def publish_module(
     return found
 
 
+def require_store(store: object) -> None:
+    """Raise ``InvalidInputError`` for what is no store, such as its place."""
+    if not (hasattr(store, "begin") and hasattr(store, "join")):
+        raise InvalidInputError(
+            "is no store; open it first, with dcr_store.open",
+            key="store",
+            expected="a Store",
+            found=repr(store)[:120] if isinstance(store, str) else type(store).__name__,
+        )
+
+
 _known: Final[weakref.WeakKeyDictionary[Publisher, set[tuple[str, str]]]] = weakref.WeakKeyDictionary()
 """The lines and names under which a store has published here: from then on, no run before this one can be met."""
 
@@ -160,11 +183,14 @@ def _joined(
     """Join; where that fails although the transaction is there, end it for all ranks, as an error later would."""
     try:
         found: SliceTransaction = store.join(txid, **common, writers=names, timeout_s=timeout_s)
-    except (LagError, FencedError):  # there is none
+    except FencedError:  # there is none
+        raise
+    except LagError as error:
+        error.advice = _AGAIN
         raise
     except BaseException as error:
         try:
-            # Without slices: with them it has failed. Of one that was not begun yet nobody waits for this rank.
+            # Without slices and baseline, with which it has failed. For one not begun yet nobody waits for this rank.
             left = store.join(txid, line=common["line"], writer=common["writer"], writers=names, timeout_s=0)
             left.abort(f"writer {common['writer']} could not join: {type(error).__name__}: {error}"[:500])
         except (LagError, FencedError):
@@ -176,11 +202,15 @@ def _joined(
 
 
 def _write(transaction: SliceTransaction, plan: _Plan, rank: int, timeout_s: float | None) -> VersionInfo:
-    with transaction:  # an error ends it for all ranks
-        plan.require(transaction.layout, transaction.version)
-        for item in plan.owned(transaction.layout, rank):
-            transaction.write_slice(item.local(), item.mapped)
-        return transaction.commit(timeout_s=timeout_s)
+    try:
+        with transaction:  # an error ends it for all ranks
+            plan.require(transaction.layout, transaction.version)
+            for item in plan.owned(transaction.layout, rank):
+                transaction.write_slice(item.local(), item.mapped)
+            return transaction.commit(timeout_s=timeout_s)
+    except LagError as error:
+        error.advice = _AGAIN  # not what a transaction's caller could do: it has ended
+        raise
 
 
 # ---------------------------------------------------------------------- what this rank holds
@@ -342,6 +372,13 @@ def _held(
                 key=key,
                 expected="a tensor",
                 found=type(tensor).__name__,
+            )
+        if "_orig_mod" in name.split("."):
+            raise InvalidInputError(
+                "is named by torch.compile's wrapper; give module._orig_mod, or names without it by `rename`",
+                key=key,
+                expected="a name without _orig_mod",
+                found=name,
             )
         if name in found:
             raise InvalidInputError(

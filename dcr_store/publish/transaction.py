@@ -28,7 +28,7 @@ from dcr_store.log.fold import LineState, OpenTransaction
 from dcr_store.log.line import LineLog
 from dcr_store.publish.baseline import Baseline
 from dcr_store.publish.chunks import ReadInto
-from dcr_store.publish.committing import Proposal, Sealed, append_commit, propose, store_proposal
+from dcr_store.publish.committing import Proposal, Sealed, append_commit, missing_if_ended, propose, store_proposal
 from dcr_store.publish.ending import Ending
 from dcr_store.publish.flow import Flow
 from dcr_store.publish.opening import LIVE, WRITER
@@ -39,6 +39,7 @@ from dcr_store.targets.checkpoint import Checkpoint
 from dcr_store.targets.dcp import open_source
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.info import VersionInfo, info_of
+from dcr_store.versions.moving import while_kept
 
 _COMPARE_ELEMENTS: Final = 1 << 20
 
@@ -77,7 +78,7 @@ class Transaction(Ending):
         self._builder = LayoutBuilder()
         self._proposed: tuple[Sealed, Proposal] | None = None
         self._committed: VersionInfo | None = None
-        weakref.finalize(self, LIVE.discard, pending.txid)
+        weakref.finalize(self, LIVE.discard, (pending.txid, pending.attempt))
         self._base: Located | None = None
         self._base_layout: Layout | None = None
         self._base_names: frozenset[str] = frozenset()
@@ -203,7 +204,9 @@ class Transaction(Ending):
     def _write_files(self, checkpoint: Checkpoint) -> None:
         known: dict[str, ObjectRef] = {}
         if self._base is not None:
-            known = {file.ref.sha256: file.ref for file in self._catalog.contents(self._base).manifest.files}
+            base = self._base
+            files = while_kept(self._catalog, [base], lambda: self._catalog.contents(base).manifest.files)
+            known = {file.ref.sha256: file.ref for file in files}
 
         def keep(data: bytes) -> ObjectRef:
             ref = ObjectRef.of("", data)
@@ -346,8 +349,9 @@ class Transaction(Ending):
             if self._proposed is None:
                 self._proposed = self._propose(layout)
         sealed, proposal = self._proposed
-        store_proposal(self._catalog.objects, self._keys, [sealed], proposal)
         try:
+            with missing_if_ended(self._log, self._require_ours):
+                store_proposal(self._catalog.objects, self._keys, [sealed], proposal)
             row = append_commit(self._log, proposal, self._require_ours)
         except FencedError:
             self._close()
@@ -373,7 +377,8 @@ class Transaction(Ending):
         sealed = Sealed(seal, writer.partitions.sealed_objects(), rows, writer.n_changed, writer.partitions.n_sealed)
         base = None
         if isinstance(writer, DeltaWriter) and self._base is not None:
-            base = (self._base.base, self._catalog.tables(self._base))
+            before = self._base
+            base = (before.base, while_kept(self._catalog, [before], lambda: self._catalog.tables(before)))
         chunk_elements = self._catalog.document.chunk_elements
         return sealed, propose(self._keys, self.attempt, layout, base, [sealed], self._files, chunk_elements)
 
@@ -421,7 +426,7 @@ class Transaction(Ending):
 
     def _close(self) -> None:
         """Let go of everything, once: by then the baseline may serve another transaction."""
-        LIVE.discard(self.txid)
+        LIVE.discard((self.txid, self.attempt))
         if self._closed:
             return
         self._closed = True

@@ -33,6 +33,7 @@ from dcr_store.targets.file_sharing import Sharing, clone, link, probe
 from dcr_store.targets.paths import path_inside
 from dcr_store.targets.safetensors_file import parse_header
 from dcr_store.versions import path as version_path
+from dcr_store.versions.moving import while_kept
 from dcr_store.versions.path import ZERO
 from dcr_store.versions.replay import Outcome, Places, classify, digests, everywhere, replay
 from dcr_store.versions.route import route
@@ -88,6 +89,17 @@ def is_right(contents: VersionContents, files: Structure, place: Path, chunk_ele
     return all(np.array_equal(found[space], contents.tables[space]) for space in SPACES) and all(
         structure.holds(path_inside(place, side.path), side) for side in files.sides
     )
+
+
+def is_version(catalog: Catalog, located: Located, place: Path) -> bool:
+    """Return what ``is_right`` does of a version; ``NotFoundError`` if it has expired, be it meanwhile."""
+
+    def look() -> bool:
+        contents = catalog.contents(located)
+        files = structure.structure_of(catalog.objects, contents)
+        return is_right(contents, files, place, catalog.document.chunk_elements)
+
+    return while_kept(catalog, [located], look)
 
 
 def build(

@@ -26,12 +26,13 @@ from dcr_store.receive.pull import held
 from dcr_store.receive.spool import SPOOL
 from dcr_store.receive.structure import Structure
 from dcr_store.targets import copy_directory
-from dcr_store.targets.checkpoint_listing import SUFFIX
+from dcr_store.targets.checkpoint_listing import is_weights
 from dcr_store.targets.copy_directory import Copies, directory_name
 from dcr_store.targets.marker import Marker, lock, read_marker, write_marker
 from dcr_store.targets.own_directories import refuse_file, refuse_inside_store
 from dcr_store.targets.paths import fsync_directory, local_path
 from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.moving import while_kept
 from dcr_store.versions.prefetch import Fetch
 from dcr_store.versions.replay import Outcome
 
@@ -167,11 +168,24 @@ def pull_copy(
         If another process is bringing the directory further.
     NoRoomError
         If the disk has not enough room; nothing was copied.
+    NotFoundError
+        If the version has expired, be it meanwhile.
     IntegrityError
         If the store is damaged; names the key. What is current stays so.
     """
-    started = time.perf_counter()
     check_keep(keep)
+    return while_kept(catalog, [goal], lambda: _pull_copy(catalog, goal, directory, keep, force, fetcher))
+
+
+def _pull_copy(
+    catalog: Catalog,
+    goal: Located,
+    directory: str | os.PathLike[str],
+    keep: int,
+    force: bool,
+    fetcher: Fetch | None,
+) -> CopyResult:
+    started = time.perf_counter()
     root = local_path(directory, "directory")
     refuse_file(root)
     refuse_inside_store(root, "the versions")
@@ -238,7 +252,7 @@ def _examined(catalog: Catalog, root: Path, *, force: bool) -> Copies:
     copies, current = copy_directory.read_copies(root), copy_directory.current_of(root)
     there = copy_directory.version_directories(root)
     if copies is None and not there:
-        weights = [item.name for item in root.iterdir() if item.name.endswith(SUFFIX)]
+        weights = sorted(item.name for item in root.iterdir() if is_weights(item.name))
         if weights or read_marker(root) is not None:
             raise InvalidInputError(
                 "the directory holds a checkpoint, and versions side by side need a directory of their own; give "

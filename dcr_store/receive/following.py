@@ -135,14 +135,15 @@ class Follow:
         if step.may_apply and same(self._keeper.held, goal):
             # Writes what is not as it should be, and mostly nothing is.
             checked = self._keeper.bring(goal, serves=False)
-            self._untold = self._last = checked if checked.chunks_written else None
+            if checked.chunks_written:
+                self._untold = self._last = checked
             return 0.0
         self._begun = goal
         preparation = self._keeper.begin(goal)
         if preparation is None:
             if not step.may_apply:
                 # Nothing that was served is lost: the target holds nothing certain.
-                self._keeper.bring(goal, serves=False)
+                self._untold = self._last = self._keeper.bring(goal, serves=False)
             prepared = brought(goal)
         elif preparation.wait(self._rests.next()):
             prepared = self._keeper.ready(preparation)

@@ -11,7 +11,6 @@ from dcr_store.errors import InvalidInputError
 from dcr_store.format.fields import MAX_COUNT
 from dcr_store.format.groups import ADMISSIONS, PROPOSING, Policy, VersionRoot
 from dcr_store.format.names import check_line
-from dcr_store.log.group import GroupLog
 from dcr_store.receive.status import GroupStatus, group_status
 from dcr_store.versions.catalog import Catalog
 
@@ -28,7 +27,7 @@ class Group:
     def __init__(self, catalog: Catalog, name: str) -> None:
         self.name = name
         self._catalog = catalog
-        self._log = GroupLog(catalog.objects, name, catalog.store_sha256)
+        self._log = catalog.group_log(name)
         self.line = self._log.existing().line
 
     def __repr__(self) -> str:
@@ -45,12 +44,15 @@ class Group:
         ------
         ConflictError
             If a proposal stands, or the version is active already.
+        NotFoundError
+            If there is no such version, or it has expired.
         """
         located = self._catalog.resolve(self.line if version is None else version)
         if located.line != self.line:
             raise InvalidInputError(
                 f"group {self.name} follows another line", key=version, expected=self.line, found=located.name
             )
+        self._catalog.check_kept(located)
         self._log.propose(VersionRoot(located.name, located.row.root))
         return self.status()
 
@@ -104,7 +106,7 @@ def create_group(
         )
     if isinstance(expected, str) or not isinstance(expected, Iterable):
         raise InvalidInputError("is no list of names", key="expected", expected="names in a list", found=repr(expected))
-    names, log = list(expected), GroupLog(catalog.objects, name, catalog.store_sha256)
+    names, log = list(expected), catalog.group_log(name)
     if not names and admission == "expected":
         raise InvalidInputError(
             f"nobody could come into group {name}; give the names of receivers, or admission 'anyone'",

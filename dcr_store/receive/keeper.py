@@ -12,9 +12,9 @@ from typing import Final
 from dcr_store import events
 from dcr_store.errors import DcrError, FormatError, IntegrityError, NotFoundError, StorageError
 from dcr_store.format import canonical
-from dcr_store.format.documents import StoreDocument
+from dcr_store.format.copies import identity
 from dcr_store.format.names import STORE_KEY, record_key
-from dcr_store.ports import Doubtable, ObjectStore
+from dcr_store.ports import Doubtable
 from dcr_store.receive.bringing import Bringer, NoRoomError
 from dcr_store.receive.preparing import Preparation, prepare
 from dcr_store.receive.results import Active, Applied, Prepared
@@ -23,6 +23,7 @@ from dcr_store.receive.spooled import SpooledObjects
 from dcr_store.receive.streaming import Seen, Streaming
 from dcr_store.receive.transfers import Transfers
 from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.moving import Told, have_moved, told_of, while_kept
 from dcr_store.versions.replay import Outcome
 
 CHECK_INTERVAL_S: Final = 30.0
@@ -38,7 +39,7 @@ class Keeper:
 
     Parameters
     ----------
-    objects, document, store_sha256
+    catalog : Catalog
         The store.
     line : str
     bringer : Bringer
@@ -60,20 +61,19 @@ class Keeper:
 
     def __init__(
         self,
-        objects: ObjectStore,
-        document: StoreDocument,
-        store_sha256: str,
+        catalog: Catalog,
         line: str,
         bringer: Bringer,
         spool: Spool,
     ) -> None:
         self.line = line
+        objects, document = catalog.objects, catalog.document
         self._through = SpooledObjects(objects, spool)
-        self.catalog = Catalog(self._through, document, store_sha256)
+        self.catalog = Catalog(self._through, document, catalog.store_sha256, catalog.signing)
         self.held: Located | None = None
         self.is_checked = False
         self.active: Active | None = None
-        self._objects, self._store_sha256 = objects, store_sha256
+        self._objects, self._store_sha256 = objects, catalog.store_sha256
         self._log = self.catalog.log(line)
         self._bringer = bringer
         self._transfers = Transfers(objects, spool)
@@ -81,6 +81,7 @@ class Keeper:
         self._knows_held = False
         self._served: Located | None = None
         self._preparation: Preparation | None = None
+        self._told: Told = []  # of what leads to its goal, when it began
         self._taken = (0, 0)
         self._check_at_s = time.monotonic() + CHECK_INTERVAL_S
 
@@ -159,7 +160,8 @@ class Keeper:
             expected[record_key(self.line, last)] = self._log.state.last_sha256
         for key, sha256 in expected.items():
             try:
-                found = canonical.sha256(self._objects.get(key))
+                data = self._objects.get(key)
+                found = identity(data) if key == STORE_KEY else canonical.sha256(data)
             except NotFoundError as error:
                 # Not mounted just now, or behind a proxy that does not reach it.
                 raise StorageError(
@@ -211,8 +213,13 @@ class Keeper:
             return None
         if self._preparation is None:
             events.reached("receiver.prepare", goal.name)
-            self._preparation = prepare(self.catalog, self._transfers, self.held, goal)
+            self._preparation = while_kept(self.catalog, [goal], lambda: self._prepared(goal))
         return self._preparation
+
+    def _prepared(self, goal: Located) -> Preparation:
+        assert self.held is not None
+        self._told = told_of(self.catalog, [goal])
+        return prepare(self.catalog, self._transfers, self.held, goal)
 
     def drop_preparation(self) -> None:
         """Forget what was begun; what has been fetched stays in the spool while there is room."""
@@ -240,7 +247,23 @@ class Keeper:
             raise
 
     def ready(self, preparation: Preparation) -> Prepared:
-        """Wait until everything is at hand, and do ahead what need not happen while the target is in flux."""
+        """Wait until everything is at hand, and do ahead what need not happen while the target is in flux.
+
+        Where what was to be fetched was collected meanwhile, what leads to the goal now is.
+        """
+        while True:
+            try:
+                return self._ready(preparation)
+            except IntegrityError as error:
+                goal = preparation.goal
+                if not have_moved(self.catalog, [goal], self._told, error):
+                    raise
+                self.drop_preparation()
+                again = self.begin(goal)
+                assert again is not None
+                preparation = again
+
+    def _ready(self, preparation: Preparation) -> Prepared:
         prepared, (spooled, fetched) = preparation.result(), self._moved()
         self._bringer.ready(self.catalog, preparation.goal, self._transfers.read)
         after = self._moved()
@@ -272,7 +295,7 @@ class Keeper:
         self._knows_held = False
         events.reached("receiver.apply.before", goal.name)
         try:
-            outcome = self._brought(goal)
+            outcome = while_kept(self.catalog, [goal], lambda: self._brought(goal))
         except (IntegrityError, FormatError) as error:
             self._go_back(base, error)
             raise

@@ -19,7 +19,7 @@ from dcr_store.format import canonical
 from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.receive import side_files, structure
 from dcr_store.receive.structure import Structure
-from dcr_store.targets.checkpoint_listing import SUFFIX, is_index
+from dcr_store.targets.checkpoint_listing import SUFFIX, is_index, is_weights
 from dcr_store.targets.own_directories import holds_baseline, holds_store
 from dcr_store.targets.paths import fsync_directory, path_inside
 from dcr_store.versions.catalog import Catalog, Located
@@ -84,10 +84,11 @@ def remove_of_any(catalog: Catalog, root: Path, goal: Structure, but_not: Sequen
 def foreign(root: Path, goal: Structure, old: Sequence[Structure]) -> list[str]:
     """Return the weights and indexes of weights at the top of a directory that no file of `goal` or `old` accounts for.
 
-    Loaders take all of a directory's weights, so one more makes another checkpoint of it.
+    Loaders take all of a directory's weights, so one more makes another checkpoint of it. With the files of a
+    distributed checkpoint, nobody could tell which of the two is meant.
     """
     names = {place.name for place in root.iterdir() if place.is_symlink() or place.is_file()}
-    names = {name for name in names if name.endswith(SUFFIX) or is_index(name)}.difference(goal.paths())
+    names = {name for name in names if is_weights(name) or is_index(name)}.difference(goal.paths())
     if not names:
         return []
     for item in old:

@@ -6,6 +6,7 @@ Refuses to go on once the log dropped this incarnation or admitted another one: 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from dcr_store.errors import ConflictError, FencedError, IntegrityError
 from dcr_store.format.groups import Ack, GroupVersion, VersionRoot
 from dcr_store.format.names import check_member, new_incarnation
 from dcr_store.log.acks import AckReader
-from dcr_store.log.group import GroupLog
 from dcr_store.log.group_fold import GroupState
 from dcr_store.versions.catalog import Catalog, Located
 
@@ -78,7 +78,7 @@ class Member:
         self.name = check_member(name)
         self.incarnation = incarnation or new_incarnation()
         self.group = group
-        self.log = GroupLog(catalog.objects, group, catalog.store_sha256)
+        self.log = catalog.group_log(group)
         self._catalog = catalog
         self._acks = AckReader(catalog.objects, group)
         self._clock = clock
@@ -127,6 +127,9 @@ class Member:
     def step(self, *, knows_head: bool = False) -> Wanted:
         """Read on, propose the newest version where none stands, and return what to do now.
 
+        A proposal of a version that has expired, as far as the line's log has been read, is withdrawn: nobody can
+        prepare it.
+
         Parameters
         ----------
         knows_head : bool
@@ -137,10 +140,21 @@ class Member:
         FencedError
             If this incarnation is no member any more: stop serving, and start again to come back.
         """
-        state = self.refresh()
+        state = self._without_expired(self.refresh())
         if state.proposed is None and state.policy.proposing == "newest" and not state.awaited:
             state = self._propose_newest(state, knows_head)
         return plan(state, self._prepared, self._applied)
+
+    def _without_expired(self, state: GroupState) -> GroupState:
+        if state.proposed is None:
+            return state
+        located = self._catalog.known(state.proposed.version)
+        if located is None or not self._catalog.is_expired(located):
+            return state
+        with contextlib.suppress(ConflictError):  # another member was first
+            self.log.withdraw("the version has expired", version=located.name)
+        self._require_member(self.log.state)
+        return self.log.state
 
     def _propose_newest(self, state: GroupState, knows_head: bool) -> GroupState:
         log = self._catalog.log(state.line)
@@ -183,7 +197,13 @@ class Member:
             The root that the target holds; None where it holds nothing known.
         root : str
             The root that it will hold.
+
+        Raises
+        ------
+        NotFoundError, ConflictError
+            If the version has expired, or may be about to: the expiry may not have seen the proposal.
         """
+        self._catalog.check_stays(self.located(version))
         self._acknowledge("prepared", version, base_root, root)
         self._prepared = version
 

@@ -22,6 +22,7 @@ from dcr_store.payload.version import Table, root_of
 from dcr_store.receive.pull import PullResult
 from dcr_store.targets.state_dict import StateDictTarget, state_target, tensors_of
 from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.moving import while_kept
 from dcr_store.versions.path import Path
 from dcr_store.versions.prefetch import Fetch
 from dcr_store.versions.replay import Outcome, classify, digests, replay
@@ -102,7 +103,7 @@ class StateDictBringer:
         """Do nothing: chunks are read and written one by one."""
 
     def bring(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> Outcome:
-        """Bring the tensors to `goal`; see ``bring``, which also tells what they held."""
+        """Bring the tensors to `goal`; errors are those of ``load``."""
         return self._bring(catalog, goal, fetcher)[0]
 
     def forget(self) -> None:
@@ -136,6 +137,9 @@ class StateDictBringer:
         )
 
     def _bring(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> tuple[Outcome, Located | None]:
+        return while_kept(catalog, [goal], lambda: self._bring_on(catalog, goal, fetcher))
+
+    def _bring_on(self, catalog: Catalog, goal: Located, fetcher: Fetch | None) -> tuple[Outcome, Located | None]:
         target = state_target(self._state, catalog.layout(goal.row.layout), catalog.document.chunk_elements)
         known = self._recall(catalog)
         previous = None if known is None else known.located
@@ -202,7 +206,8 @@ def _go_on(
         way = route(catalog, goal, [held])
         if held.name not in way.places:
             return None
-        places = classify(way.path, catalog.tables(held), way.between([held.name]))
+        tables = way.path.states[way.places[held.name]].tables
+        places = classify(way.path, tables, way.between([held.name]))
         return replay(catalog.objects, way.path, target, places, fetcher=fetcher)
     except IntegrityError as error:
         events.reached("memory.distrusted", str(error))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcr_store.errors import IntegrityError
+from dcr_store.errors import IntegrityError, NotFoundError
 from dcr_store.format.documents import SPACES
 from dcr_store.payload.version import SealedPartition, VersionContents, fetch
 from dcr_store.targets.memory import MemoryTarget
@@ -22,9 +22,8 @@ from dcr_store.targets.native.changes import Changes, batched, named
 from dcr_store.targets.native.target import Loaded, LoaderChangedError, NativeLoaderTarget
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.changes import TensorChanges, iter_changes, require_consistent
-from dcr_store.versions.path import ZERO
 from dcr_store.versions.prefetch import Fetch
-from dcr_store.versions.replay import Outcome, everywhere, replay
+from dcr_store.versions.replay import Outcome, only, replay
 from dcr_store.versions.route import route
 from dcr_store.versions.workers import worker_pool
 
@@ -211,15 +210,11 @@ class _Reader:
         """Return the bits of tensors by name."""
         names = list(names)
         target = MemoryTarget(self.layout, self._path.chunk_elements, names)
-        places = everywhere(self._path, ZERO)
-        for space in SPACES:
-            elsewhere = np.ones(len(places[space]), bool)
-            for name in names:
-                entry = self.layout.entry(name)
-                if entry.space == space and entry.n_elements:
-                    elsewhere[list(entry.chunks(self._path.chunk_elements))] = False
-            places[space][elsewhere] = self._path.goal
-        replay(self._objects, self._path, target, places, fetcher=self._fetch)
+        chunks: dict[str, set[int]] = {space: set() for space in SPACES}
+        for entry in map(self.layout.entry, names):
+            if entry.n_elements:
+                chunks[entry.space].update(entry.chunks(self._path.chunk_elements))
+        replay(self._objects, self._path, target, only(self._path, chunks), fetcher=self._fetch)
         return {name: tensor.bits for name, tensor in target.tensors().items()}
 
     def changes(self, edges: Iterable[VersionContents]) -> dict[str, Changes]:
@@ -263,12 +258,16 @@ def _edges(catalog: Catalog, held: Located, goal: Located) -> list[VersionConten
 
 def _between(catalog: Catalog, start: Located, end: Located) -> list[VersionContents] | None:
     """Return `start` and the versions after it, to `end`; None if it is not in the history of that, or not told."""
-    with contextlib.suppress(IntegrityError):
-        chain = catalog.chain(end)
-        roots = [located.row.root for located in chain]
+    with contextlib.suppress(IntegrityError, NotFoundError):  # one of them may have expired
+        if start.line == end.line and start.row.version < end.row.version:
+            path = catalog.path_from(start, end)
+            if path is not None:
+                return [catalog.contents(start), *catalog.contents_of_path(end.line, path)]
+        path = catalog.path(end)
+        roots = [located.row.root for located in catalog.along(end.line, path)]
         if start.row.root in roots:
             at = len(roots) - 1 - roots[::-1].index(start.row.root)
-            return catalog.contents_of(chain[at:])
+            return catalog.contents_of_path(end.line, path[at:])
     return None
 
 

@@ -66,7 +66,9 @@ def needed(catalog: Catalog, base: Located, goal: Located) -> Iterable[ObjectRef
     path = way.path
     start = way.places.get(base.name, ZERO)
     refs = [item.ref for _, contents in path.each(_steps(path, start)) for item in contents.partitions]
-    held, wanted = catalog.contents(base).manifest.files, path.target.manifest.files
+    # Which files a version had that has expired nobody knows any more: all are brought.
+    held = () if catalog.is_expired(base) else catalog.contents(base).manifest.files
+    wanted = path.target.manifest.files
     there = {(file.path, file.ref.sha256) for file in held}
     sides = [f.ref for f in wanted if f.kind == "side" and (f.path, f.ref.sha256) not in there]
     return [*refs, *sides, *(file.ref for file in (*held, *wanted) if file.kind == "weights")]

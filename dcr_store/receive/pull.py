@@ -28,12 +28,14 @@ from dcr_store.receive.leftovers import STAGE
 from dcr_store.receive.spool import SPOOL
 from dcr_store.receive.structure import Structure
 from dcr_store.targets.checkpoint import open_checkpoint
+from dcr_store.targets.checkpoint_listing import is_weights
 from dcr_store.targets.copy_directory import refuse_copies
 from dcr_store.targets.directory import DirectoryTarget, WeightFile
 from dcr_store.targets.marker import Marker, Unreadable, lock, read_marker, write_marker
 from dcr_store.targets.own_directories import refuse_file, refuse_inside_store
 from dcr_store.targets.paths import local_path
 from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.moving import while_kept
 from dcr_store.versions.path import ZERO
 from dcr_store.versions.prefetch import Fetch
 from dcr_store.versions.replay import Outcome, classify, digests, everywhere, replay
@@ -116,13 +118,21 @@ def pull(
     Raises
     ------
     InvalidInputError
-        If the directory holds foreign weights (nothing was changed), holds versions side by side, cannot be written
-        in place, or is in a store.
+        If the directory holds foreign weights or a distributed checkpoint (nothing was changed), holds versions side by
+        side, cannot be written in place, or is in a store.
     ConflictError
         If another process is writing the directory.
+    NotFoundError
+        If the version has expired, be it meanwhile.
     IntegrityError
         If the store is damaged; names the key. The directory can be pulled again.
     """
+    return while_kept(catalog, [goal], lambda: _pull(catalog, goal, directory, force, fetcher))
+
+
+def _pull(
+    catalog: Catalog, goal: Located, directory: str | os.PathLike[str], force: bool, fetcher: Fetch | None
+) -> PullResult:
     started = time.perf_counter()
     root = local_path(directory, "directory")
     refuse_file(root)
@@ -179,7 +189,7 @@ def _examine(
     if extra:
         try:
             held = [structure.structure_of(catalog.objects, catalog.contents(item)) for item in situation.held]
-        except IntegrityError:
+        except (IntegrityError, NotFoundError):
             return situation  # then all weights are replaced
         extra = leftovers.foreign(root, files, held)
     if extra and situation.is_lost:
@@ -235,13 +245,14 @@ def _look(catalog: Catalog, goal: Located, files: Structure, root: Path, *, forc
     if is_lost:
         return _Situation(False, (), None, everything=True, is_lost=True)
     in_the_way = structure.conflicts(catalog.objects, root, files)
-    if (in_the_way or any(name.endswith(".safetensors") for name in entries)) and not force:
+    weights = sorted(filter(is_weights, entries))
+    if (in_the_way or weights) and not force:
         raise InvalidInputError(
             "the directory holds weights or files that are no version of this store; nothing was changed: pull into "
             "another directory, or replace them with --force",
             key=str(root),
             expected=f"nothing, or a version of {catalog.objects.url}",
-            found=", ".join(in_the_way[:5] or [name for name in entries if name.endswith(".safetensors")][:5]),
+            found=", ".join((in_the_way or weights)[:5]),
         )
     return _Situation(False, (), None, everything=force, is_foreign=force)
 
@@ -340,14 +351,18 @@ def _bring(
 
 
 def _without_damage(catalog: Catalog, goal: Located, situation: _Situation) -> _Situation:
-    """Forget what the directory holds where the store cannot tell the way from there: then the anchor's is taken."""
+    """Forget what the directory holds where the store cannot tell the way from there: then the anchor's is taken.
+
+    So it is where that has expired.
+    """
     way = route(catalog, goal, situation.held)
     try:
         for index in way.between([item.name for item in situation.held]):
             _ = way.path.states[index]
         for item in situation.held:
             catalog.contents(item)
-    except IntegrityError as error:
+    except (IntegrityError, NotFoundError) as error:
+        catalog.check_kept(goal)
         events.reached("pull.damaged", str(error))
         # Which files are its, and which of an abandoned version, cannot be told either: all weights are replaced.
         return replace(situation, held=(), abandoned=None, is_foreign=True)

@@ -16,10 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from dcr_store.errors import ConflictError, FencedError, InvalidInputError, StorageError
-from dcr_store.format.documents import StoreDocument
 from dcr_store.format.names import VersionRef, check_line
 from dcr_store.log.group import GroupLog
-from dcr_store.ports import ObjectStore
 from dcr_store.receive.bringing import Bringer, bringer_of
 from dcr_store.receive.deciding import Alone, Decider, InGroup
 from dcr_store.receive.following import Follow, Hooks, OnApplied, OnApplying, OnFailure, OnPrepared, OnServing
@@ -30,7 +28,7 @@ from dcr_store.receive.spool import Spool
 from dcr_store.targets.own_directories import refuse_inside_store
 from dcr_store.targets.paths import local_path
 from dcr_store.targets.temporary import make_locked, remove
-from dcr_store.versions.catalog import Located
+from dcr_store.versions.catalog import Catalog, Located
 
 
 class Receiver:
@@ -248,9 +246,7 @@ class Receiver:
 
 
 def open_receiver(
-    objects: ObjectStore,
-    document: StoreDocument,
-    store_sha256: str,
+    catalog: Catalog,
     target: object,
     *,
     group: str | None,
@@ -272,9 +268,9 @@ def open_receiver(
         )
     bringer = bringer_of(target)
     if group is not None:
-        line = _line_of(GroupLog(objects, group, store_sha256), line)
+        line = _line_of(catalog.group_log(group), line)
     place, release = _spool_place(bringer, spool)
-    keeper = Keeper(objects, document, store_sha256, line or "main", bringer, Spool(place, spool_nbytes))
+    keeper = Keeper(catalog, line or "main", bringer, Spool(place, spool_nbytes))
     try:
         decider = Alone() if group is None or name is None else InGroup(Member(keeper.catalog, group, name))
     except InvalidInputError:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dcr_store.format.names import version_name
 from dcr_store.log.acks import AckReader
-from dcr_store.log.group import GroupLog, group_names
+from dcr_store.log.group import group_names
 from dcr_store.log.group_progress import Progress, read_progress
 from dcr_store.versions.catalog import Catalog
 
@@ -122,7 +122,7 @@ def _line_status(catalog: Catalog, line: str) -> LineStatus:
 
 def group_status(catalog: Catalog, group: str) -> GroupStatus:
     """Return where a group is; ``NotFoundError`` if there is none of this name."""
-    log = GroupLog(catalog.objects, group, catalog.store_sha256)
+    log = catalog.group_log(group)
     progress = read_progress(log, AckReader(catalog.objects, group))
     state = progress.state
     head = catalog.log(state.line).refresh().head

@@ -20,6 +20,8 @@ from typing import Final
 from dcr_store.format.names import STORE_KEY
 
 FRESH_S: Final = 0.2
+LIVELY_FRESH_S: Final = 0.05
+LIVELY_S: Final = 1.0  # after news more follow: what was journaled is committed, what was proposed is prepared
 KEPT_NBYTES: Final = 64 << 20
 _LONGEST_NBYTES: Final = 1 << 20  # of an answer that is kept
 _OVERHEAD_NBYTES: Final = 300
@@ -62,6 +64,7 @@ class Answers:
         self._asking: dict[Name, _Asking] = {}
         self._seen: OrderedDict[Name, bytes] = OrderedDict()
         self._store = b""  # the digest of dcr.json
+        self._news_at = -math.inf
         self.n_asked = 0
 
     async def give(self, name: Name, ask: Callable[[], Value], *, is_final: bool = False, past: bool = False) -> Value:
@@ -84,7 +87,7 @@ class Answers:
             self._kept.move_to_end(name)
             return kept.value
         asking = self._asking.get(name)
-        if asking is None or past or now - asking.since > FRESH_S:
+        if asking is None or past or now - asking.since > self._fresh_s(now):
             asking = _Asking(asyncio.ensure_future(self._ask(name, ask, now, is_final)), now)
             asking.task.add_done_callback(_retrieve)
             self._asking[name] = asking
@@ -112,10 +115,16 @@ class Answers:
                 self._forget(lambda *_: True)
             self._store = digest
         if self._is_news(name, digest):
+            self._news_at = asyncio.get_running_loop().time()
             self._forget(lambda other, kept: kept is None or kept.until < math.inf)
         if is_current and (value is None or len(value) <= _LONGEST_NBYTES):
-            self._keep(name, _KeptAnswer(value, math.inf if is_final and value is not None else since + FRESH_S))
+            until = math.inf if is_final and value is not None else since + self._fresh_s(since)
+            self._keep(name, _KeptAnswer(value, until))
         return value
+
+    def _fresh_s(self, now: float) -> float:
+        """Return for how long an answer counts that upstream was asked for at `now`."""
+        return LIVELY_FRESH_S if now - self._news_at < LIVELY_S else FRESH_S
 
     def _is_news(self, name: Name, found: bytes) -> bool:
         before = self._seen.pop(name, b"")

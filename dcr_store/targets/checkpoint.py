@@ -23,6 +23,7 @@ from dcr_store.targets.checkpoint_listing import (
     LeftOut,
     SideFile,
     check_index,
+    is_distributed,
     is_index,
     list_checkpoint,
 )
@@ -262,6 +263,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise StorageError(f"cannot be opened: {error.strerror}", key=str(place)) from error
     if stat.S_ISDIR(status.st_mode):
         return _open_directory(place.resolve())
+    if is_distributed(place.name):
+        raise InvalidInputError(
+            "is a file of a torch distributed checkpoint; give its folder", key=str(place), expected=str(place.parent)
+        )
     if not place.name.endswith(SUFFIX):
         raise InvalidInputError(
             "is no checkpoint; give a directory with safetensors files, or one such file",

@@ -10,7 +10,7 @@ import errno
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,6 +25,9 @@ from dcr_store.targets.paths import check_path
 
 MAX_SIDE_NBYTES: Final = 64 << 20
 SUFFIX: Final = ".safetensors"
+METADATA: Final = ".metadata"
+"""The file that says what a torch distributed checkpoint (DCP) holds."""
+_DISTRIBUTED_SUFFIX: Final = ".distcp"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _DANGLING: Final = "a link to no file"
@@ -114,6 +117,16 @@ def is_index(path: str) -> bool:
     return "/" not in path and path.endswith(_INDEX_SUFFIX)
 
 
+def is_distributed(name: str) -> bool:
+    """Return whether a file at the top of a directory is of a torch distributed checkpoint, by its name."""
+    return name == METADATA or name.endswith(_DISTRIBUTED_SUFFIX)
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file at the top of a directory is of a checkpoint of either kind, by its name."""
+    return name.endswith(SUFFIX) or is_distributed(name)
+
+
 def _walk(root: Path, below: str, left_out: list[LeftOut]) -> Iterator[tuple[str, int]]:
     """Yield path and nbytes of the regular files, through links to files: a Hugging Face cache has nothing else."""
     try:
@@ -161,14 +174,18 @@ def _refuse_unreadable(root: Path, left_out: list[LeftOut]) -> None:
 
 
 def _no_weights(root: Path, names: list[str]) -> InvalidInputError:
-    advice = "give the directory that holds the *.safetensors files"
+    advice = f"give the directory that holds the *{SUFFIX} files, or the {METADATA} of a torch distributed checkpoint"
     top = [name for name in names if "/" not in name]
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in top):
         advice = "it holds pickled weights: load them and save them again with save_pretrained(safe_serialization=True)"
-    elif any(name.endswith(".distcp") for name in names):
-        advice = "it holds a torch distributed checkpoint: export it to safetensors first"
-    elif nested := sorted({name.rsplit("/", 1)[0] for name in names if "/" in name and name.endswith(SUFFIX)}):
+    elif METADATA in top:
+        advice = "it holds a torch distributed checkpoint, which cannot stand for safetensors here"
+    elif any(is_distributed(name) for name in top):
+        advice = f"it holds a torch distributed checkpoint without its {METADATA}: finish the copy"
+    elif nested := _below(names, lambda name: name.endswith(SUFFIX)):
         advice = f"did you mean {' or '.join(str(root / item) for item in nested[:3])}?"
+    elif nested := _below(names, lambda name: name == METADATA):
+        advice = f"it holds torch distributed checkpoints: give {' or '.join(str(root / item) for item in nested[:3])}"
     found = ", ".join(sorted(top)[:5]) + (f" and {len(top) - 5} more" if len(top) > 5 else "")
     return InvalidInputError(
         f"has no safetensors files at its top; {advice}",
@@ -176,6 +193,12 @@ def _no_weights(root: Path, names: list[str]) -> InvalidInputError:
         expected=f"model{SUFFIX} or model-00001-of-0000N{SUFFIX}",
         found=found or "nothing",
     )
+
+
+def _below(names: list[str], is_meant: Callable[[str], bool]) -> list[str]:
+    """Return the directories below the top that hold files of certain names."""
+    places = (name.rpartition("/") for name in names)
+    return sorted({place for place, _, name in places if place and is_meant(name)})
 
 
 def _check_parts(root: Path, weights: list[str]) -> None:

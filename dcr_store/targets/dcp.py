@@ -30,16 +30,17 @@ from dcr_store.layout.from_dcp import maps_of_dcp
 from dcr_store.layout.pieces import in_elements
 from dcr_store.layout.tensors import torch_dtypes
 from dcr_store.targets.checkpoint import Checkpoint, CheckpointFile, open_checkpoint
-from dcr_store.targets.checkpoint_listing import SUFFIX, LeftOut
+from dcr_store.targets.checkpoint_listing import METADATA, SUFFIX, LeftOut, is_distributed
 from dcr_store.targets.dcp_pickle import StoredTensor, read_metadata, read_tensor
 from dcr_store.targets.file_bytes import read_exactly
 from dcr_store.targets.paths import check_path, local_path
 from dcr_store.targets.safetensors_file import FileTensor, Header
 
-METADATA: Final = ".metadata"
 _N_OPEN: Final = 64
 _MAX_METADATA_NBYTES: Final = 1 << 30
 _ZIP_HEADER_NBYTES: Final = 30
+
+_Place = tuple[str, int, int, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,11 @@ class _Chunk:
     def key(self) -> str:
         return f"{self.path} at {self.offset}"
 
+    @property
+    def place(self) -> _Place:
+        """Where it is and what it has to be: what is there was compared with that, and not with another's."""
+        return self.path, self.offset, self.nbytes, self.dtype, self.shape
+
 
 class DcpCheckpoint(Checkpoint):
     """An open distributed checkpoint; see ``Checkpoint``. It has no files of weights, only tensors."""
@@ -68,8 +74,8 @@ class DcpCheckpoint(Checkpoint):
         self._identities: dict[str, tuple[int, int, int, int]] = {}
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._lock = threading.Lock()
-        self._found: dict[tuple[str, int], tuple[StoredTensor, int, int]] = {}
-        self._copied: tuple[tuple[str, int], Bits] | None = None
+        self._found: dict[_Place, tuple[StoredTensor, int, int]] = {}
+        self._copied: tuple[_Place, Bits] | None = None
         self._closed = False
         try:
             if place.stat().st_size > _MAX_METADATA_NBYTES:
@@ -181,7 +187,7 @@ class DcpCheckpoint(Checkpoint):
 
     def _local(self, chunk: _Chunk, start: int, stop: int) -> Bits:
         """Return elements ``[start, stop)`` of a chunk, in C order."""
-        key = chunk.path, chunk.offset
+        key = chunk.place
         with self._lock:
             copied = self._copied
             found = self._found.get(key)
@@ -257,11 +263,27 @@ def open_source(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises
     ------
-    As ``open_checkpoint``, and ``InvalidInputError`` or ``FormatError`` if a distributed checkpoint is not whole, or is
-    not what DCP writes.
+    As ``open_checkpoint``, and ``InvalidInputError`` if a directory is both, or ``FormatError`` if a distributed
+    checkpoint is not whole, or is not what DCP writes.
     """
     place = local_path(path, "directory")
-    return DcpCheckpoint(place.resolve()) if is_dcp(place) else open_checkpoint(path)
+    if is_dcp(place):
+        return DcpCheckpoint(place.resolve())
+    opened = open_checkpoint(path)
+    # Only one of the two is what is to be published, and the other would go along as side files.
+    theirs = [] if place.is_file() else [name for name in os.listdir(place) if is_distributed(name)]  # noqa: PTH208
+    theirs = sorted(name for name in theirs if (place / name).is_file())
+    if theirs:
+        opened.close()
+        ours = ", ".join(file.path for file in opened.files[:3])
+        raise InvalidInputError(
+            "holds safetensors weights and a torch distributed checkpoint, and which of the two is meant cannot be "
+            "told; give each a directory of its own",
+            key=str(place),
+            expected="one checkpoint",
+            found=f"{ours} and {', '.join(theirs[:3])}",
+        )
+    return opened
 
 
 def _offset(index: Any) -> tuple[int, ...]:
@@ -310,7 +332,9 @@ def _parsed(chunk: _Chunk, part: _Part) -> tuple[StoredTensor, int, int]:
                 raise FormatError("is big-endian; save it on a little-endian machine", key=key)
             info = by_name[f"data/{stored.storage}"]
         header = part.read(info.header_offset, _ZIP_HEADER_NBYTES)
-    except (zipfile.BadZipFile, KeyError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+    except DcrError:
+        raise
+    except Exception as error:  # a damaged archive can fail in any way, and each way of compressing in its own
         raise FormatError(
             "is not what torch.save writes; save the checkpoint again, with DCP's FileSystemWriter",
             key=key,

@@ -1,26 +1,22 @@
 """Write a folder that torch.distributed.checkpoint loads: tensor by tensor, whole or not at all.
 
-Written beside its place and moved there at the end. Refuses a place where something is, unless that is a distributed
-checkpoint and may be replaced; dtypes that torch does not have; calls without torch.
+Refuses a place where something is, unless that is a distributed checkpoint and may be replaced; dtypes that torch does
+not have; calls without torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import os
-import secrets
-import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dcr_store.errors import ConflictError, DcrError, InvalidInputError, StorageError
+from dcr_store.errors import DcrError, InvalidInputError, StorageError
 from dcr_store.layout.dtypes import DTYPES
 from dcr_store.layout.tensors import torch_dtypes
 from dcr_store.targets.dcp import is_dcp
-from dcr_store.targets.own_directories import refuse_file, refuse_inside_store
+from dcr_store.targets.new_directory import in_place_of
 
 
 def write_dcp(
@@ -77,7 +73,7 @@ def write_dcp(
     errors: list[BaseException] = []
     planner = _planner(DefaultSavePlanner, read, errors)
     options = {"no_dist": True} if "no_dist" in inspect.signature(save).parameters else {}
-    with _in_place_of(directory, force=force) as place:
+    with in_place_of(directory, "a distributed checkpoint", is_dcp, force=force) as place:
         # Nothing is copied ahead: with CUDA, that would take the tensors in the order of their sizes.
         writer = FileSystemWriter(str(place), thread_count=1, per_thread_copy_ahead=0)
         with warnings.catch_warnings():
@@ -113,56 +109,3 @@ def _planner(base: Any, read: Callable[[str], Any], errors: list[BaseException])
                 raise
 
     return Planner()
-
-
-@contextlib.contextmanager
-def _in_place_of(directory: Path, *, force: bool) -> Iterator[Path]:
-    """Yield a directory that takes the place of `directory` if nothing is raised."""
-    refuse_inside_store(directory, "the checkpoint")
-    refuse_file(directory)
-    directory = Path(os.path.realpath(directory))
-    try:
-        is_there = directory.is_dir() and any(True for _ in directory.iterdir())
-        if is_there and not (force and is_dcp(directory)):
-            raise ConflictError(
-                "is not empty; give another directory" + ("" if force else ", or force, which replaces a checkpoint"),
-                key=str(directory),
-                expected="nothing there" + (", or a distributed checkpoint" if force else ""),
-                found="a distributed checkpoint" if is_dcp(directory) else "other files",
-            )
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        # Not of tempfile's, whose mode would have to be widened: the process's mask can be read only by changing it.
-        place = directory.with_name(f".{directory.name}-{secrets.token_hex(8)}")
-        place.mkdir(0o777)
-    except OSError as error:
-        raise StorageError(f"cannot be written: {error.strerror}", key=str(directory)) from error
-    try:
-        yield place
-        try:
-            if is_there:
-                # A crash between the two leaves both, the old one under the name of the temporary one.
-                old = place.with_name(place.name + "-old")
-                directory.rename(old)
-                try:
-                    place.rename(directory)
-                except BaseException:
-                    _move_back(old, directory)
-                    raise
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                if directory.is_dir():
-                    directory.rmdir()
-                place.rename(directory)
-        except OSError as error:
-            raise StorageError(f"cannot be written: {error.strerror}", key=str(directory)) from error
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _move_back(old: Path, directory: Path) -> None:
-    try:
-        old.rename(directory)
-    except OSError as error:
-        raise StorageError(
-            f"cannot be written: {error.strerror}; what was there is whole, at {old}: move it back", key=str(directory)
-        ) from error

@@ -118,6 +118,14 @@ def _number(value: int) -> int:
     return value
 
 
+@_Call
+def _member(of: object, name: object) -> object:
+    """``getattr``, by which Python before 3.11.4 pickles members of enumerations: for the one that DCP has, no more."""
+    if of is not _number or not isinstance(name, str):
+        raise pickle.UnpicklingError("asks for an attribute of what is no enumeration")
+    return name
+
+
 def _dtypes() -> dict[tuple[str, str], Any]:
     known = {("torch", name.removeprefix("torch.")): name for name in torch_dtypes()}
     return known | {("torch", name): f"torch.{name}" for name in _MORE_DTYPES}
@@ -137,6 +145,7 @@ _METADATA: Final[dict[tuple[str, str], Any]] = _dtypes() | {
     (f"{_DCP}.metadata", "TensorProperties"): _Properties,
     (f"{_DCP}.metadata", "MetadataIndex"): _Index,
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _number,
+    ("builtins", "getattr"): _member,
     (f"{_DCP}.filesystem", "_StorageInfo"): _Record,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _get_layout,

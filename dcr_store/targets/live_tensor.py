@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dcr_store.codec import kernels
 from dcr_store.errors import InvalidInputError
 from dcr_store.layout.dtypes import Bits
 
@@ -31,7 +32,7 @@ class LiveTensor(Protocol):
     def write(self, first: int, last: int, bits: Bits) -> None:
         """Overwrite elements by `bits`, uintN of shape (last - first,)."""
 
-    def xor(self, first: int, positions: NDArray[np.integer], masks: Bits) -> None:
+    def xor(self, first: int, positions: NDArray[np.uint32], masks: Bits) -> None:
         """XOR `masks` into the elements at ``first + positions``, which are distinct and within the tensor."""
 
 
@@ -101,13 +102,13 @@ class HostTensor:
             part[...] = bits[done : done + part.size].reshape(part.shape)
             done += part.size
 
-    def xor(self, first: int, positions: NDArray[np.integer], masks: Bits) -> None:
+    def xor(self, first: int, positions: NDArray[np.uint32], masks: Bits) -> None:
         """XOR masks into elements."""
         self._tell()
-        index = positions.astype(np.int64) + first
         if self._flat is not None:
-            self._flat[index] ^= masks
+            kernels.engine().xor_at(self._flat[first:], positions, masks)
         else:
+            index = positions.astype(np.int64) + first
             self._elements[np.unravel_index(index, self._elements.shape)] ^= masks
 
     def _tell(self) -> None:
@@ -156,7 +157,7 @@ class DeviceTensor:
                     part.copy_(piece)
                 done += part.numel()
 
-    def xor(self, first: int, positions: NDArray[np.integer], masks: Bits) -> None:
+    def xor(self, first: int, positions: NDArray[np.uint32], masks: Bits) -> None:
         """XOR masks into elements, on the device."""
         import torch
 

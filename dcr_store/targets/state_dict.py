@@ -29,7 +29,7 @@ _N_SHOWN: Final = 5
 
 
 class StateDictTarget:
-    """Tensors that somebody else owns; satisfies ``ports.Target``. Made by ``state_target``.
+    """Tensors that somebody else owns; satisfies ``ports.ScatterTarget``. Made by ``state_target``.
 
     A tensor that the version has under several names is found under any of them. Where the names are separate tensors
     here, all are written, and a chunk in which they differ reads as bits that are neither's.
@@ -39,6 +39,8 @@ class StateDictTarget:
         self.layout = layout
         self.chunk_elements = chunk_elements
         self._bound = bound
+        self._on_devices = [x for copies in bound.values() for x in copies if isinstance(x, DeviceTensor)]
+        self.is_far = bool(self._on_devices)
 
     def read_chunk(self, space: str, chunk: int, out: Bits) -> None:
         """Copy a chunk's current bits into `out`; zeros where no tensor is."""
@@ -62,13 +64,6 @@ class StateDictTarget:
             for tensor in reversed(self._bound[entry.name]):
                 tensor.write(first, last, bits[offset : offset + last - first])
 
-    def settle(self) -> None:
-        """Wait until everything that was written is there for whoever uses the tensors next."""
-
-
-class DeviceStateTarget(StateDictTarget):
-    """Tensors of which some are on a device; satisfies ``ports.ScatterTarget``."""
-
     def xor_chunk(
         self, space: str, chunk: int, positions: NDArray[np.uint32], masks: NDArray[np.unsignedinteger]
     ) -> None:
@@ -81,10 +76,10 @@ class DeviceStateTarget(StateDictTarget):
         """
         n = self.chunk_elements
         is_ascending = positions.ndim == 1 and bool(np.all(positions[1:] > positions[:-1]))
-        if not is_ascending or (len(positions) and not 0 <= int(positions[0]) <= int(positions[-1]) < n):
+        if positions.dtype != np.uint32 or not is_ascending or (len(positions) and positions[-1] >= n):
             raise InvalidInputError(
                 f"cannot change elements of chunk {chunk} of space {space}",
-                expected=f"ascending positions below {n}",
+                expected=f"ascending positions below {n}, uint32",
                 found=f"{positions.dtype} of shape {positions.shape}",
             )
         if masks.dtype != uint_dtype(space) or masks.shape != positions.shape:
@@ -94,17 +89,16 @@ class DeviceStateTarget(StateDictTarget):
                 found=f"{masks.dtype} of shape {masks.shape}",
             )
         for entry, first, last, offset in self.layout.pieces(space, chunk * n, (chunk + 1) * n):
-            inside = slice(*np.searchsorted(positions, (offset, offset + last - first)).tolist())
+            ends = np.array((offset, offset + last - first), np.uint32)  # of another dtype, all would be converted
+            inside = slice(*np.searchsorted(positions, ends).tolist())
             if inside.start < inside.stop:
                 for tensor in reversed(self._bound[entry.name]):
-                    tensor.xor(first, positions[inside].astype(np.int64) - offset, masks[inside])
+                    tensor.xor(first, positions[inside] - np.uint32(offset), masks[inside])
 
     def settle(self) -> None:
         """Wait until everything that was written is there for whoever uses the tensors next."""
-        for copies in self._bound.values():
-            for tensor in copies:
-                if isinstance(tensor, DeviceTensor):
-                    tensor.wait()
+        for tensor in self._on_devices:
+            tensor.wait()
 
 
 def state_target(state: object, layout: Layout, chunk_elements: int) -> StateDictTarget:
@@ -123,8 +117,7 @@ def state_target(state: object, layout: Layout, chunk_elements: int) -> StateDic
     tensors = tensors_of(state)
     chosen = _choose(tensors, layout)
     bound = {name: [live_tensor(copy, tensors[copy]) for copy in copies] for name, copies in chosen.items()}
-    has_device = any(isinstance(tensor, DeviceTensor) for copies in bound.values() for tensor in copies)
-    return (DeviceStateTarget if has_device else StateDictTarget)(layout, chunk_elements, bound)
+    return StateDictTarget(layout, chunk_elements, bound)
 
 
 def tensors_of(state: object) -> dict[str, Any]:

@@ -1,62 +1,45 @@
-"""Finds versions and what they consist of: lines, references, contents, and the chain back to the nearest anchor.
+"""What versions consist of, and the cheapest path to them: edges, manifests, contents, digest tables.
 
-Reads only; caches what is immutable. Refuses a reference that is ambiguous or names nothing, saying what there is.
+Reads only; caches what is immutable. Which versions there are, and what they are called, is in ``versions.lines`` and
+``versions.references``. Refuses what contradicts the log.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar, overload
 
-from dcr_store.errors import IntegrityError, InvalidInputError, NotFoundError
-from dcr_store.format.documents import Base, Manifest, StoreDocument
-from dcr_store.format.names import LINE, VersionRef, check_line, version_name
+from dcr_store.errors import IntegrityError, NotFoundError
+from dcr_store.format.documents import Manifest, StoreDocument
+from dcr_store.format.names import version_name
+from dcr_store.format.rows import EdgeRow, VersionRow
 from dcr_store.layout.layout import Layout
-from dcr_store.log.fold import VersionRow
-from dcr_store.log.line import LineLog
+from dcr_store.log.history import History
+from dcr_store.log.signing import UNSIGNED, Signing
 from dcr_store.objects.threads import Threads
 from dcr_store.objects.transfer import map_bounded
 from dcr_store.payload import version as payload
 from dcr_store.payload.version import Table, VersionContents
 from dcr_store.ports import ObjectStore
+from dcr_store.versions.edges import Edge, cheapest
+from dcr_store.versions.lines import Located as Located
+from dcr_store.versions.references import References
 
 CACHE_NBYTES: Final = 64 << 20
-_SHORT_ROOT: Final = re.compile(r"(?=.*[a-f])[0-9a-f]{1,7}|[0-9]{4,7}")
 _N_READERS: Final = 8
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """A committed version and the line it was found on."""
-
-    line: str
-    row: VersionRow
-
-    @property
-    def name(self) -> str:
-        """``line@number``."""
-        return version_name(self.line, self.row.version)
-
-    @property
-    def base(self) -> Base:
-        """This version as a base."""
-        return Base(self.name, self.row.root)
-
-
-class Catalog:
+class Catalog(References):
     """The versions of one store. Safe to use from several threads for reading contents."""
 
-    def __init__(self, objects: ObjectStore, document: StoreDocument, store_sha256: str) -> None:
-        self.objects = objects
-        self.document = document
-        self.store_sha256 = store_sha256
-        self._lines: dict[str, LineLog] = {}
+    def __init__(
+        self, objects: ObjectStore, document: StoreDocument, store_sha256: str, signing: Signing = UNSIGNED
+    ) -> None:
+        super().__init__(objects, document, store_sha256, signing)
+        self._edges: dict[str, tuple[tuple[EdgeRow, ...], dict[int, list[Edge]]]] = {}
         self._cache: OrderedDict[tuple[str, str], tuple[object, int]] = OrderedDict()
         self._cached_nbytes = 0
         self._lock = threading.Lock()
@@ -77,108 +60,50 @@ class Catalog:
                 self._cached_nbytes -= self._cache.popitem(last=False)[1][1]
         return value
 
-    def lines(self) -> list[str]:
-        """Return the names of all lines, sorted."""
-        return sorted(name for name in self.objects.list_names("log/") if LINE.fullmatch(name))
-
-    def log(self, line: str) -> LineLog:
-        """Return a line's log, not refreshed."""
-        check_line(line)
-        return self._lines.setdefault(line, LineLog(self.objects, line, self.store_sha256))
-
-    def fresh(self, line: str) -> LineLog:
-        """Return a line's log, read to its end; ``NotFoundError`` if it has no version."""
-        log = self.log(line)
-        if log.refresh().head is None:
-            others = [name for name in self.lines() if name != line]
-            raise NotFoundError(
-                f"the store {self.objects.url} has no version on line {line!r}; "
-                + (f"other lines: {', '.join(others)}" if others else "nothing has been published yet")
-                + (f"; did you mean main@{line}?" if line.isdecimal() else "")
-                + ("; a root needs at least 8 digits" if _SHORT_ROOT.fullmatch(line) else ""),
-                key=line,
-            )
-        return log
-
-    def resolve(self, reference: str) -> Located:
-        """Return the version that ``main@42``, ``main`` or a prefix of a root names.
-
-        Raises
-        ------
-        InvalidInputError
-            If `reference` is none of these, or a prefix of several roots.
-        NotFoundError
-            If there is no such version.
-        """
-        ref = VersionRef.parse(reference)
-        if ref.root_prefix is not None:
-            found = self.find_root(ref.root_prefix)
-            if len({located.row.root for located in found}) > 1:
-                names = ", ".join(f"{located.name} {located.row.root[:16]}" for located in found[:5])
-                raise InvalidInputError(f"the root prefix {reference} is ambiguous: {names}; give more digits")
-            if found:
-                return found[0]
-            if reference not in self.lines():
-                raise NotFoundError(f"no version has a root that begins with {reference}", key=reference)
-        assert ref.line is not None
-        log = self.fresh(ref.line)
-        head = log.state.head
-        assert head is not None
-        row = head if ref.number is None else log.row(ref.number)
-        if row is None:
-            raise NotFoundError(
-                f"no such version; the head of {ref.line} is {version_name(ref.line, head.version)}", key=reference
-            )
-        return Located(ref.line, row)
-
-    def known(self, name: str) -> Located | None:
-        """Return the version that ``line@number`` names if its log has been read that far; asks nobody for more of it.
-
-        Raises
-        ------
-        InvalidInputError
-            If `name` names no version.
-        """
-        ref = VersionRef.parse(name)
-        if ref.line is None or ref.number is None:
-            return None
-        row = self.log(ref.line).row(ref.number)
-        return None if row is None else Located(ref.line, row)
-
-    def find(self, name: str, root: str | None) -> Located | None:
-        """Return the version of that name if it is the one with that root, else another one with the root, or None.
-
-        In a store that was restored from a copy, another version has taken the number.
-        """
-        with contextlib.suppress(NotFoundError, InvalidInputError):
-            found = self.known(name) or self.resolve(name)
-            if root in (None, found.row.root):
-                return found
-        return None if root is None else next(iter(self.find_root(root)), None)
-
-    def find_root(self, prefix: str) -> list[Located]:
-        """Return all versions, newest first per line, whose state root begins with `prefix`."""
-        found = []
-        for line in self.lines():
-            log = self.log(line)
-            log.refresh()
-            found += [Located(line, row) for row in reversed(log.rows()) if row.root.startswith(prefix)]
-        return found
-
     def layout(self, sha256: str) -> Layout:
         """Return a layout."""
         return self._cached("layout", sha256, lambda: payload.read_layout(self.objects, sha256), _layout_nbytes)
 
+    def edges_to(self, line: str, version: int) -> list[Edge]:
+        """Return the edges that lead to a version, as of the last refresh."""
+        owner = self.owner(line, version)
+        log = self.log(owner)
+        row, history = log.row(version), self.history(owner)
+        edges = list(self._added(owner, history).get(version, ()))
+        if row is not None and version not in history.dead:
+            edges.insert(0, Edge(owner, version, row.base, row.manifest, row.txid, row.counts.nbytes))
+        for edge in edges:
+            start = None if edge.base is None else self.row(line, edge.start)
+            if edge.base is not None and (start is None or start.root != edge.base.root):
+                raise IntegrityError(
+                    "a version starts from a base that is not there",
+                    key=version_name(owner, version),
+                    expected=f"{edge.base.version} {edge.base.root}",
+                    found=None if start is None else start.root,
+                )
+        return edges
+
+    def _added(self, owner: str, history: History) -> dict[int, list[Edge]]:
+        """Return the anchors and folds of a line by version: asked for at each step of a path, so found once."""
+        kept = self._edges.get(owner)
+        if kept is None or kept[0] is not history.edges:
+            by_version: dict[int, list[Edge]] = {}
+            for row in history.edges:
+                by_version.setdefault(row.version, []).append(edge_of(owner, row))
+            kept = self._edges[owner] = history.edges, by_version
+        return kept[1]
+
     def manifest(self, located: Located) -> Manifest:
         """Return a version's manifest, checked against its row in the log, and its seals against its writers."""
-        row, log = located.row, self.log(located.line)
+        row, line = located.row, self.owner(located.line, located.row.version)
+        log = self.log(line)
         # Rows in log checkpoints do not name the writers, who may be many; the record is a round trip, so side by side.
         with Threads(1) as pool:
             begun = None if self.objects.is_local else pool.submit(log.begin_of, row)
             manifest = payload.read_manifest(self.objects, row.manifest)
             begin = log.begin_of(row) if begun is None else begun.result()
         named = (manifest.line, manifest.version, manifest.root, manifest.layout, manifest.base)
-        expected = (located.line, row.version, row.root, row.layout, row.base)
+        expected = (line, row.version, row.root, row.layout, row.base)
         if named != expected:
             raise IntegrityError(
                 "the manifest is not that of its commit", key=row.manifest.key, expected=expected, found=named
@@ -195,53 +120,121 @@ class Catalog:
         return manifest
 
     def contents(self, located: Located) -> VersionContents:
-        """Return a version's contents."""
-        row = located.row
+        """Return what one of the edges to a version consists of, which all have its files and digest tables."""
+        return self._contents(self._an_edge_to(located), located.row)
+
+    def _an_edge_to(self, located: Located) -> Edge:
+        self.check_kept(located)
+        edges = self.edges_to(located.line, located.row.version)
+        if not edges:
+            raise self._unreachable(located)
+        return edges[0]
+
+    def contents_of_edge(self, line: str, edge: Edge) -> VersionContents:
+        """Return what an edge consists of."""
+        row = self.row(line, edge.version)
+        assert row is not None
+        return self._contents(edge, row)
+
+    def _contents(self, edge: Edge, row: VersionRow) -> VersionContents:
+        ref = row.manifest if edge.txid == row.txid else edge.manifest
 
         def read() -> VersionContents:
-            manifest = self.manifest(located)
+            manifest = self._manifest(edge, row)
             return payload.read_contents(self.objects, manifest, self.layout(row.layout), self.document.chunk_elements)
 
-        return self._cached("contents", row.manifest.sha256, read, _contents_nbytes)
+        return self._cached("contents", ref.sha256, read, _contents_nbytes)
 
-    def contents_of(self, versions: Sequence[Located]) -> list[VersionContents]:
-        """Return the contents of several versions, read side by side."""
-        if len(versions) < 2 or self.objects.is_local:
-            return [self.contents(located) for located in versions]
-        return list(map_bounded(self.contents, versions, n_parallel=_N_READERS))
+    def _manifest(self, edge: Edge, row: VersionRow) -> Manifest:
+        is_commit = edge.txid == row.txid
+        return self.manifest(Located(edge.line, row)) if is_commit else self.manifest_of_edge(edge, row)
+
+    def manifest_of_edge(self, edge: Edge, row: VersionRow) -> Manifest:
+        """Return the manifest of an anchor or fold, checked against what the log says."""
+        manifest = payload.read_manifest(self.objects, edge.manifest)
+        named = (manifest.line, manifest.version, manifest.txid, manifest.root, manifest.layout, manifest.base)
+        expected = (edge.line, edge.version, edge.txid, row.root, row.layout, edge.base)
+        if named != expected:
+            raise IntegrityError(
+                "the manifest is not that of its record", key=edge.manifest.key, expected=expected, found=named
+            )
+        return manifest
+
+    def contents_of_path(self, line: str, path: Sequence[Edge]) -> list[VersionContents]:
+        """Return what the edges of a path consist of, read side by side."""
+        if len(path) < 2 or self.objects.is_local:
+            return [self.contents_of_edge(line, edge) for edge in path]
+        return list(map_bounded(lambda edge: self.contents_of_edge(line, edge), path, n_parallel=_N_READERS))
+
+    def _unreachable(self, located: Located) -> IntegrityError | NotFoundError:
+        if self.document.is_copy:
+            return self.not_copied(located)
+        return IntegrityError(
+            "no path leads to the version, which has not expired: the log is damaged, or a broken client wrote it",
+            key=located.name,
+        )
 
     def tables(self, located: Located) -> dict[str, Table]:
         """Return the digest tables of a version."""
         return dict(self.contents(located).tables)
 
-    def chain(self, located: Located) -> list[Located]:
-        """Return the versions from the nearest anchor to `located`, in order."""
-        log = self.log(located.line)
-        if log.state.head is None or log.state.head.version < located.row.version:
-            log.refresh()
-        chain = [located]
-        while chain[-1].row.base is not None:
-            row = log.row(chain[-1].row.version - 1)
-            if row is None or row.root != chain[-1].row.base.root:
-                raise IntegrityError(
-                    "the base of the version is not the version before it",
-                    key=chain[-1].name,
-                    expected=chain[-1].row.base.root,
-                    found=None if row is None else row.root,
-                )
-            chain.append(Located(located.line, row))
-        return chain[::-1]
+    def tables_alone(self, located: Located) -> dict[str, Table]:
+        """Return the digest tables of a version, reading nothing of its writers, who may be many; not cached."""
+        manifest = self._manifest(self._an_edge_to(located), located.row)
+        layout = self.layout(located.row.layout)
+        return payload.read_tables(self.objects, manifest, layout, self.document.chunk_elements)
+
+    def path(self, located: Located) -> list[Edge]:
+        """Return the cheapest path from zero to a version.
+
+        Raises
+        ------
+        NotFoundError
+            If the version has expired.
+        IntegrityError
+            If no path leads there.
+        """
+        self.check_kept(located)
+        found = self.path_from_zero(located)
+        if found is None:
+            raise self._unreachable(located)
+        return found
+
+    def along(self, line: str, path: Iterable[Edge]) -> list[Located]:
+        """Return the versions to which the edges of a path of `line` lead."""
+        found = ((line, self.row(line, edge.version)) for edge in path)
+        return [Located(line, row) for line, row in found if row is not None]
+
+    def path_from_zero(self, goal: Located) -> list[Edge] | None:
+        """Return the cheapest path from zero to a version, or None if there is none, as to some that have expired."""
+        return self._cheapest(goal, -1)
+
+    def path_from(self, start: Located, goal: Located) -> list[Edge] | None:
+        """Return the cheapest path from a version to a newer one of the line, or None if there is none."""
+        return self._cheapest(goal, start.row.version) if self._has(start) else None
+
+    def _has(self, located: Located) -> bool:
+        """Whether a version is one of this store, which need not be so of what a target holds."""
+        self.read_to(located.line, located.row.version)
+        row = self.row(located.line, located.row.version)
+        return row is not None and row.root == located.row.root
+
+    def _cheapest(self, goal: Located, start: int) -> list[Edge] | None:
+        if not self._has(goal):
+            return None
+        return cheapest(goal.row.version, lambda version: self.edges_to(goal.line, version), start)
 
 
 class LazyStates(Sequence[VersionContents]):
-    """The contents of a chain of versions, each read when it is asked for, those of a slice side by side."""
+    """The contents along a path, each read when it is asked for, those of a slice side by side."""
 
-    def __init__(self, catalog: Catalog, chain: Sequence[Located]) -> None:
-        self.chain = tuple(chain)
+    def __init__(self, catalog: Catalog, line: str, edges: Sequence[Edge]) -> None:
+        self.edges = tuple(edges)
+        self._line = line
         self._catalog = catalog
 
     def __len__(self) -> int:
-        return len(self.chain)
+        return len(self.edges)
 
     @overload
     def __getitem__(self, index: int) -> VersionContents: ...
@@ -249,8 +242,13 @@ class LazyStates(Sequence[VersionContents]):
     def __getitem__(self, index: slice) -> Sequence[VersionContents]: ...
     def __getitem__(self, index: int | slice) -> VersionContents | Sequence[VersionContents]:
         if isinstance(index, slice):
-            return self._catalog.contents_of(self.chain[index])
-        return self._catalog.contents(self.chain[index])
+            return self._catalog.contents_of_path(self._line, self.edges[index])
+        return self._catalog.contents_of_edge(self._line, self.edges[index])
+
+
+def edge_of(line: str, row: EdgeRow) -> Edge:
+    """Return an anchor or fold that a line's log tells."""
+    return Edge(line, row.version, row.base, row.manifest, row.txid, row.counts.nbytes)
 
 
 def _layout_nbytes(layout: Layout) -> int:

@@ -7,10 +7,10 @@ the chunk is passed on. Refuses a version whose partitions do not add up, or tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,32 @@ from dcr_store.versions.workers import n_workers, scratch, worker_pool
 _N_FETCHERS: Final = 8
 Positions = NDArray[np.int64]
 Encoded = tuple[SealedPartition, memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkChanges:
+    """What a version changes in one chunk. Its state is ``base ^ masks``, then `values` where `written`.
+
+    Attributes
+    ----------
+    space, chunk : str, int
+        Where.
+    positions : ndarray of int64, shape (n,)
+        Elements that have a mask, counted from the chunk's first, ascending.
+    masks : ndarray of uintN, shape (n,)
+        New bits XOR base bits; none is zero.
+    written : ndarray of int64, shape (m,)
+        Elements that are overwritten, ascending; none of them is in `positions`.
+    values : ndarray of uintN, shape (m,)
+        New bits there, which may be those of the base.
+    """
+
+    space: str
+    chunk: int
+    positions: Positions
+    masks: Bits
+    written: Positions
+    values: Bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,29 +111,58 @@ def iter_changes(
         If an object is missing or damaged, or the masks are not those that were sealed. What was yielded before is
         right.
     """
+    chunks: dict[str, set[int]] | None = None
+    if tensors is not None:
+        chunks = {space: set() for space in SPACES}
+        for entry in contents.layout.tensors:
+            if _is_in(entry, tensors):
+                chunks[entry.space].update(entry.chunks(chunk_elements))
+    gather = _Gather(contents, chunk_elements, tensors)
+    for changes in iter_chunk_changes(objects, contents, chunk_elements, fetcher=fetcher, chunks=chunks):
+        yield from gather.add(changes)
+    yield from gather.finish()
+
+
+def iter_chunk_changes(
+    objects: ObjectStore,
+    contents: VersionContents,
+    chunk_elements: int,
+    *,
+    fetcher: Fetch | None = None,
+    chunks: Mapping[str, Container[int]] | None = None,
+) -> Iterator[ChunkChanges]:
+    """Yield the changes of each chunk that a version changes, in the order of the spaces and addresses.
+
+    Parameters
+    ----------
+    chunks : mapping of str to container of int, optional
+        By space; only partitions that hold changes of these are fetched. All by default.
+    objects, contents, chunk_elements, fetcher
+        As of ``iter_changes``, which says also what is raised.
+    """
     read = fetcher or (lambda item: fetch(objects, item.ref))
-    steps = [step for space in SPACES for step in _steps(contents, space, chunk_elements, tensors)]
+    steps = [
+        step for space in SPACES for step in _steps(contents, space, None if chunks is None else chunks.get(space, ()))
+    ]
     with Threads(_N_FETCHERS) as fetchers, worker_pool() as workers:
         queue = Prefetch(fetchers, read, [item for step in steps for item in step.first])
-        decoded: deque[tuple[_Step, Future[_Decoded]]] = deque()
+        decoded: deque[Future[ChunkChanges]] = deque()
         live: dict[str, dict[int, memoryview]] = {}
-        gather = _Gather(contents, chunk_elements, tensors)
         try:
             for step in steps:
                 for item, blob in zip(step.first, queue.take(step.first), strict=True):
                     live[item.key] = item.parse(blob)
                 found = [(item, live[item.key][step.chunk]) for item in step.items if step.chunk in live[item.key]]
-                decoded.append((step, workers.submit(_decode, contents, step, found, chunk_elements)))
+                decoded.append(workers.submit(decode_chunk, contents, step.space, step.chunk, found, chunk_elements))
                 for item in step.last:
                     del live[item.key]
                 if len(decoded) > 2 * n_workers():
-                    yield from gather.add(*_oldest(decoded))
+                    yield decoded.popleft().result()
             while decoded:
-                yield from gather.add(*_oldest(decoded))
-            yield from gather.finish()
+                yield decoded.popleft().result()
         finally:
             queue.cancel()
-            for _, task in decoded:
+            for task in decoded:
                 task.cancel()
 
 
@@ -151,21 +206,8 @@ class _Step:
     last: list[SealedPartition] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Decoded:
-    """The changes of one chunk, positions counted from its first element."""
-
-    positions: Positions
-    masks: Bits
-    written: Positions
-    values: Bits
-
-
-def _steps(contents: VersionContents, space: str, chunk_elements: int, tensors: Container[str] | None) -> list[_Step]:
-    touched = set(contents.touched[space])
-    if tensors is not None:
-        chosen = [entry for entry in contents.layout.tensors if entry.space == space and _is_in(entry, tensors)]
-        touched &= {chunk for entry in chosen for chunk in entry.chunks(chunk_elements)}
+def _steps(contents: VersionContents, space: str, chunks: Container[int] | None) -> list[_Step]:
+    touched = [chunk for chunk in contents.touched[space] if chunks is None or chunk in chunks]
     steps = {chunk: _Step(space, chunk) for chunk in sorted(touched)}
     for item in contents.partitions:
         if item.array.array.startswith(f"{space}/"):
@@ -184,14 +226,21 @@ def _is_in(entry: TensorEntry, tensors: Container[str]) -> bool:
     return any(name in tensors for name in (entry.name, *entry.aliases))
 
 
-def _oldest(decoded: deque[tuple[_Step, Future[_Decoded]]]) -> tuple[_Step, _Decoded]:
-    step, task = decoded.popleft()
-    return step, task.result()
+def decode_chunk(
+    contents: VersionContents, space: str, chunk: int, found: Sequence[Encoded], chunk_elements: int
+) -> ChunkChanges:
+    """Return what all writers change in one chunk, proven by the contributions.
 
+    Parameters
+    ----------
+    found : sequence of (SealedPartition, memoryview)
+        The encoded chunk in each partition that has it.
 
-def _decode(contents: VersionContents, step: _Step, found: Sequence[Encoded], chunk_elements: int) -> _Decoded:
-    """Return what all writers change in one chunk, proven by the contributions."""
-    space, chunk = step.space, step.chunk
+    Raises
+    ------
+    IntegrityError
+        If a chunk cannot be decoded, or its mask is not the one that was sealed.
+    """
     mask = scratch(space, chunk_elements)
     mask.fill(0)
     for item, data in found:
@@ -203,19 +252,19 @@ def _decode(contents: VersionContents, step: _Step, found: Sequence[Encoded], ch
     sealed_mask, sealed_overwrite = contents.touched[space][chunk]
     has_mask = linear(crc64(mask), mask.nbytes)
     if has_mask != sealed_mask:
-        raise _unsealed(contents, step, f"{sealed_mask:016x}", f"{has_mask:016x}")
+        raise _unsealed(contents, space, chunk, f"{sealed_mask:016x}", f"{has_mask:016x}")
     written, values = overwrites(found, space, chunk, chunk_elements)
     if sealed_overwrite and not len(written):
-        raise _unsealed(contents, step, "overwrites", "none")
+        raise _unsealed(contents, space, chunk, "overwrites", "none")
     mask[written] = 0  # overwrites have the last word
     positions, masks = kernels.engine(mask.nbytes).find_nonzero(mask)
-    return _Decoded(positions.astype(np.int64), masks, written, values)
+    return ChunkChanges(space, chunk, positions.astype(np.int64), masks, written, values)
 
 
-def _unsealed(contents: VersionContents, step: _Step, expected: str, found: str) -> IntegrityError:
+def _unsealed(contents: VersionContents, space: str, chunk: int, expected: str, found: str) -> IntegrityError:
     return IntegrityError(
-        f"the stored version is defective in chunk {step.chunk} of {step.space}: verified objects are not the changes "
-        "that its writers sealed; publish the state again as a new version",
+        f"the stored version is defective in chunk {chunk} of {space}: verified objects are not the "
+        "changes that its writers sealed; publish the state again as a new version",
         key=contents.name,
         expected=expected,
         found=found,
@@ -265,6 +314,15 @@ def overwrites(found: Sequence[Encoded], space: str, chunk: int, chunk_elements:
     return positions, bits[positions]
 
 
+class _Part(NamedTuple):
+    """The changes of one tensor in one chunk, positions counted from the tensor's first element."""
+
+    positions: Positions
+    masks: Bits
+    written: Positions
+    values: Bits
+
+
 class _Gather:
     """Collects the changes of chunks into those of tensors. Chunks come in the order of their addresses."""
 
@@ -273,19 +331,19 @@ class _Gather:
         self._chunk_elements = chunk_elements
         self._tensors = tensors
         self._space = ""
-        self._open: dict[str, tuple[TensorEntry, list[_Decoded]]] = {}
+        self._open: dict[str, tuple[TensorEntry, list[_Part]]] = {}
 
-    def add(self, step: _Step, changes: _Decoded) -> Iterator[TensorChanges]:
+    def add(self, changes: ChunkChanges) -> Iterator[TensorChanges]:
         """Take one chunk; yield the tensors that end in it, or ended before it."""
-        start = step.chunk * self._chunk_elements
-        yield from self.finish(None if step.space != self._space else start)
-        self._space = step.space
+        space, start = changes.space, changes.chunk * self._chunk_elements
+        yield from self.finish(None if space != self._space else start)
+        self._space = space
         n_found = 0
-        for entry, first, last, offset in self._contents.layout.pieces(step.space, start, start + self._chunk_elements):
+        for entry, first, last, offset in self._contents.layout.pieces(space, start, start + self._chunk_elements):
             stop = offset + last - first
             masked = slice(*np.searchsorted(changes.positions, (offset, stop)).tolist())
             written = slice(*np.searchsorted(changes.written, (offset, stop)).tolist())
-            part = _Decoded(
+            part = _Part(
                 changes.positions[masked] + (first - offset),
                 changes.masks[masked],
                 changes.written[written] + (first - offset),
@@ -296,7 +354,7 @@ class _Gather:
             if n_changes and (self._tensors is None or _is_in(entry, self._tensors)):
                 self._open.setdefault(entry.name, (entry, []))[1].append(part)
         if n_found != len(changes.positions) + len(changes.written):
-            raise _unsealed(self._contents, step, "changes of tensors only", "changes between them")
+            raise _unsealed(self._contents, space, changes.chunk, "changes of tensors only", "changes between them")
         yield from self.finish(start + self._chunk_elements)
 
     def finish(self, before: int | None = None) -> Iterator[TensorChanges]:

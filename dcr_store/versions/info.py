@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.moving import while_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class VersionInfo:
         Elements that differ from the base (all, for an anchor), and all elements.
     nbytes : int
         Bytes that it added to the store.
+    is_kept : bool
+        Whether it can be read: it has not expired.
     """
 
     version: str
@@ -35,6 +38,7 @@ class VersionInfo:
     nbytes: int
     metadata: dict[str, Any]
     message: str | None
+    is_kept: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -48,6 +52,7 @@ class VersionInfo:
             "nbytes": self.nbytes,
             "metadata": self.metadata,
             "message": self.message,
+            "kept": self.is_kept,
         }
 
 
@@ -58,7 +63,8 @@ class VersionDetail:
     Attributes
     ----------
     files : list of (str, int)
-        Path and nbytes of the checkpoint's files; empty where tensors were written one by one.
+        Path and nbytes of the checkpoint's files; none where tensors were written one by one, nor of a version that has
+        expired: what says which they were may be gone.
     tensors : list of (str, str, tuple of int)
         Name, dtype and shape; aliases are listed too.
     """
@@ -88,7 +94,7 @@ class VersionDetail:
         }
 
 
-def info_of(located: Located) -> VersionInfo:
+def info_of(located: Located, *, is_kept: bool = True) -> VersionInfo:
     """Return what the log tells of a version; its row must be complete."""
     row = located.row
     return VersionInfo(
@@ -101,22 +107,30 @@ def info_of(located: Located) -> VersionInfo:
         row.counts.nbytes,
         dict(row.metadata or {}),
         row.message,
+        is_kept,
     )
 
 
 def detail_of(catalog: Catalog, located: Located) -> VersionDetail:
-    """Return what the manifest and the layout tell too."""
-    manifest = catalog.manifest(located)
+    """Return what the manifest and the layout tell too; its row must be complete.
+
+    Raises
+    ------
+    NotFoundError
+        If it expires just now.
+    """
+    is_kept = not catalog.is_expired(located)
+    files = while_kept(catalog, [located], lambda: catalog.manifest(located).files) if is_kept else ()
     layout = catalog.layout(located.row.layout)
     tensors = [(name, e.dtype, e.shape) for e in layout.tensors for name in (e.name, *e.aliases)]
     return VersionDetail(
-        info_of(located),
+        info_of(located, is_kept=is_kept),
         located.line,
         located.row.txid,
         located.row.layout,
         catalog.document.codec,
         len(layout.tensors),
         located.row.counts.partitions,
-        [(file.path, file.nbytes) for file in manifest.files],
+        [(file.path, file.nbytes) for file in files],
         tensors,
     )

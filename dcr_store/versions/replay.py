@@ -8,6 +8,7 @@ write bits that miss the table: then the stored version is defective.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -16,15 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_store import events
+from dcr_store.codec import kernels
 from dcr_store.codec.chunk import find_changes
 from dcr_store.codec.digest import crc64
 from dcr_store.codec.portable import get_codec
 from dcr_store.errors import FormatError, IntegrityError
 from dcr_store.format.documents import SPACES
-from dcr_store.layout.dtypes import width
+from dcr_store.layout.dtypes import Bits, width
 from dcr_store.objects.threads import Threads
-from dcr_store.payload.version import SealedPartition, Table, fetch
-from dcr_store.ports import ObjectStore, ScatterTarget, Target
+from dcr_store.payload.version import SealedPartition, Table, fetch, fetch_chunks
+from dcr_store.ports import ObjectStore, ScatterTarget, Source, Target
 from dcr_store.versions.changes import overwrites
 from dcr_store.versions.path import UNKNOWN, ZERO, Path
 from dcr_store.versions.prefetch import Fetch, Prefetch
@@ -34,9 +36,12 @@ from dcr_store.versions.workers import scratch, worker_pool
 GROUP_NBYTES: Final = 96 << 20
 _N_FETCHERS: Final = 8
 _N_TOGETHER: Final = 16
+_SMALL_NBYTES: Final = 256 << 10
 
 Places = Mapping[str, NDArray[np.int64]]
 Parsed = Mapping[str, Mapping[int, memoryview]]
+Encoded = list[tuple[SealedPartition, memoryview]]
+Changes = tuple[NDArray[np.uint32], Bits]
 
 
 @dataclass(slots=True)
@@ -48,8 +53,8 @@ class Outcome:
     chunks_healed: int = 0
 
 
-def digests(target: Target, n_chunks: Mapping[str, int], chunk_elements: int) -> dict[str, Table]:
-    """Digest all chunks of a target, in parallel.
+def digests(target: Source, n_chunks: Mapping[str, int], chunk_elements: int) -> dict[str, Table]:
+    """Digest all chunks of a state, in parallel.
 
     Parameters
     ----------
@@ -111,8 +116,43 @@ def everywhere(path: Path, state: int) -> dict[str, NDArray[np.int64]]:
     return {space: np.full(path.n_chunks(space), state, np.int64) for space in SPACES}
 
 
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """Encoded chunks of a partition by their index in the space, and how many bytes that took."""
+
+    chunks: Mapping[int, memoryview]
+    nbytes: int
+
+
+def _whole(item: SealedPartition, data: bytes) -> _Fetched:
+    return _Fetched(item.parse(data), len(data))
+
+
+def _some(objects: ObjectStore, item: SealedPartition, wanted: NDArray[np.bool_]) -> _Fetched:
+    """Fetch what is wanted of a partition: single chunks where these are few, else all of it."""
+    mine = np.flatnonzero(wanted[item.first_chunk : item.first_chunk + item.n_chunks]) + item.first_chunk
+    if 2 * len(mine) > item.partition.chunks or item.partition.nbytes <= _SMALL_NBYTES:
+        return _whole(item, fetch(objects, item.ref))
+    chunks = fetch_chunks(objects, item, mine.tolist())
+    return _Fetched(chunks, sum(len(data) for data in chunks.values()))
+
+
+def only(path: Path, chunks: Mapping[str, Iterable[int]], state: int = ZERO) -> dict[str, NDArray[np.int64]]:
+    """Return the places of a target of which only some chunks are wanted, by space, and are all in one state."""
+    result = everywhere(path, path.goal)
+    for space, wanted in chunks.items():
+        result[space][list(wanted)] = state
+    return result
+
+
 def replay(
-    objects: ObjectStore, path: Path, target: Target, places: Places, *, fetcher: Fetch | None = None
+    objects: ObjectStore,
+    path: Path,
+    target: Target,
+    places: Places,
+    *,
+    fetcher: Fetch | None = None,
+    by_chunk: bool = False,
 ) -> Outcome:
     """Bring `target` to the path's goal.
 
@@ -123,6 +163,9 @@ def replay(
         Newer ones may be rebuilt from the anchor instead of going back.
     fetcher : callable, optional
         Returns a partition's verified bytes; by default from `objects`.
+    by_chunk : bool
+        Fetch single chunks of partitions where few are needed. Then a damaged object is told by the chunk that it
+        spoils, not by its SHA-256.
 
     Raises
     ------
@@ -135,7 +178,15 @@ def replay(
     # not, nobody knows here.
     choice = _Choice(any(bool((table < 0).any()) for table in places.values()), only_free=fetcher is not None)
     jobs = [job for space in SPACES for job in _jobs(path, space, places[space], choice)]
-    read = fetcher or (lambda item: fetch(objects, item.ref))
+    wanted = {space: places[space] != path.goal for space in SPACES}
+
+    def read(item: SealedPartition) -> _Fetched:
+        if fetcher is not None:
+            return _whole(item, fetcher(item))
+        if by_chunk:
+            return _some(objects, item, wanted[item.array.array.partition("/")[0]])
+        return _whole(item, fetch(objects, item.ref))
+
     total, done = sum(len(job.chunks) * width(job.space) for job in jobs) * path.chunk_elements, 0
     moved: set[tuple[str, int]] = set()
     with Threads(_N_FETCHERS) as fetchers, worker_pool() as workers:
@@ -145,8 +196,8 @@ def replay(
                 carried: dict[int, NDArray[np.unsignedinteger]] = {}
                 for group in job.groups:
                     data = queue.take(group.items)
-                    outcome.nbytes_fetched += sum(len(blob) for blob in data)
-                    parsed = {item.key: item.parse(blob) for item, blob in zip(group.items, data, strict=True)}
+                    outcome.nbytes_fetched += sum(found.nbytes for found in data)
+                    parsed = {item.key: found.chunks for item, found in zip(group.items, data, strict=True)}
                     tasks = [
                         workers.submit(_advance, path, target, job, group, chunk, parsed, carried, moved)
                         for chunk in job.chunks
@@ -238,8 +289,8 @@ def _groups(path: Path, space: str, starts: Mapping[int, int]) -> Iterator[_Grou
     for step in path.steps(_farthest(path, starts.values())):
         found = {
             item.key: item
-            for chunk, way in ahead.items()
-            if step in way
+            for chunk, its in ahead.items()
+            if step in its
             for item in path.partitions(step, space, chunk)
         }
         added = sum(item.partition.nbytes for item in found.values())
@@ -268,12 +319,14 @@ def _advance(
     chunk if the target does not hold any more what it held when it was classified.
     """
     state = job.places[chunk]
-    way = path.steps(state)
-    steps = [step for step in group.steps if step in way]
+    ahead = path.steps(state)
+    steps = [step for step in group.steps if step in ahead]
     if not steps or (job.space, chunk) in moved:
         return 0
+    encoded = [_encoded(path, step, job.space, chunk, parsed) for step in steps]
     bits = scratch(job.space, path.chunk_elements)
-    known: NDArray[np.unsignedinteger] | None = None  # what the target holds, where that is no guess
+    known: Bits | None = None  # what the target holds, where that is no guess
+    changes: Changes | None = None  # from there to `bits`
     if state < 0 and group.is_first:
         bits.fill(0)
     elif chunk in carried:
@@ -282,12 +335,16 @@ def _advance(
     else:
         target.read_chunk(job.space, chunk, bits)
         if isinstance(target, ScatterTarget):
-            known = scratch(job.space, path.chunk_elements, "known")
-            np.copyto(known, bits)
-    touched = False
-    for step in steps:
-        touched |= _apply_step(path, step, job.space, chunk, parsed, bits)
-    is_same = not touched and state != UNKNOWN
+            changes = _listed(encoded, chunk, bits)
+            if changes is None and target.is_far:
+                known = scratch(job.space, path.chunk_elements, "known")
+                np.copyto(known, bits)
+    if changes is not None:
+        kernels.engine().xor_at(bits, *changes)
+    else:
+        for parts in encoded:
+            _apply_step(parts, job.space, chunk, bits)
+    is_same = not any(encoded) and state != UNKNOWN
     before = steps[0] if state > path.goal else steps[0] - 1
     after = path.after(state, steps[-1])
     expected = path.digest(job.space, chunk, after)
@@ -309,37 +366,59 @@ def _advance(
     if is_same:
         return 0
     events.reached("replay.chunk.before", f"{job.space} {chunk}")
-    _write(target, job.space, chunk, bits, known)
+    _write(target, job.space, chunk, bits, known, changes)
     events.reached("replay.chunk.written", f"{job.space} {chunk}")
     if group is not job.groups[-1]:
         carried[chunk] = bits.copy()
     return 1
 
 
-def _write(
-    target: Target, space: str, chunk: int, bits: NDArray[np.unsignedinteger], known: NDArray[np.unsignedinteger] | None
-) -> None:
-    """Give a chunk its proven bits: as changes of the `known` old ones, if the target takes those and they are less."""
-    if known is not None and isinstance(target, ScatterTarget):
-        positions, masks = find_changes(known, bits)
-        if positions.nbytes + masks.nbytes < bits.nbytes:
-            target.xor_chunk(space, chunk, positions, masks)
+def _write(target: Target, space: str, chunk: int, bits: Bits, known: Bits | None, changes: Changes | None) -> None:
+    """Give a chunk its proven bits: as changes of its old ones, if the target takes those and they are less.
+
+    `known` are these old bits, where they are at hand and the changes are not.
+    """
+    if isinstance(target, ScatterTarget):
+        if changes is None and known is not None and target.is_far:
+            changes = find_changes(known, bits)
+        if changes is not None and changes[0].nbytes + changes[1].nbytes < bits.nbytes:
+            target.xor_chunk(space, chunk, *changes)
             return
     target.write_chunk(space, chunk, bits)
 
 
-def _apply_step(
-    path: Path, step: int, space: str, chunk: int, parsed: Parsed, bits: NDArray[np.unsignedinteger]
-) -> bool:
-    """Apply one version's chunk, of all writers, to `bits` in place: masks first, then overwrites."""
+def _encoded(path: Path, step: int, space: str, chunk: int, parsed: Parsed) -> Encoded:
+    """Return one version's encoded chunk, of all writers, with the partition that each is of."""
     mine = path.partitions(step, space, chunk)
-    found = [(item, parsed[item.key][chunk]) for item in mine if chunk in parsed[item.key]]
+    return [(item, parsed[item.key][chunk]) for item in mine if chunk in parsed[item.key]]
+
+
+def _listed(steps: list[Encoded], chunk: int, bits: Bits) -> Changes | None:
+    """Return the changes of all steps as positions and masks, if they are one mask that lists them."""
+    if len(steps) != 1 or len(steps[0]) != 1:
+        return None
+    item, data = steps[0][0]
+    codec = get_codec(item.array.codec)
+    if not item.array.array.endswith("/mask") or not codec.lists(data):
+        return None
+    with _naming(item, chunk):
+        return codec.decode_sparse(data, bits.dtype, len(bits))
+
+
+def _apply_step(found: Encoded, space: str, chunk: int, bits: Bits) -> None:
+    """Apply one version's chunk, of all writers, to `bits` in place: masks first, then overwrites."""
     for item, data in found:
         if item.array.array.endswith("/mask"):
-            try:
+            with _naming(item, chunk):
                 get_codec(item.array.codec).apply(data, bits)
-            except FormatError as error:
-                raise IntegrityError(f"chunk {chunk} cannot be decoded: {error}", key=item.key) from error
     positions, values = overwrites(found, space, chunk, len(bits))
     bits[positions] = values
-    return bool(found)
+
+
+@contextlib.contextmanager
+def _naming(item: SealedPartition, chunk: int) -> Iterator[None]:
+    """Say of a chunk that cannot be decoded where it is."""
+    try:
+        yield
+    except FormatError as error:
+        raise IntegrityError(f"chunk {chunk} cannot be decoded: {error}", key=item.key) from error

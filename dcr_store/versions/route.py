@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dcr_store.format.names import version_name
 from dcr_store.versions.catalog import Catalog, LazyStates, Located
 from dcr_store.versions.path import Path
 
@@ -33,13 +34,34 @@ class Route:
 
 
 def route(catalog: Catalog, goal: Located, others: Iterable[Located] = ()) -> Route:
-    """Return the path to `goal` from the nearest anchor, going on to newer versions named that share this anchor."""
-    chain, end = catalog.chain(goal), goal.row.version
-    for other in others:
-        if other.line == goal.line and other.row.version > end:
-            longer = catalog.chain(other)
-            if longer[0].row.version == chain[0].row.version:
-                chain, end = longer, other.row.version
-    places = {item.name: index for index, item in enumerate(chain)}
-    path = Path(LazyStates(catalog, chain), places[goal.name], catalog.document.chunk_elements)
+    """Return the cheapest path from zero to `goal`, by way of other versions where that is of use.
+
+    Parameters
+    ----------
+    others : iterable of Located
+        Versions that a target may hold. The path leads by one that is older, if it is cheaper to go on from there than
+        from zero, and on to those that are newer, from which it may be gone back.
+
+    Raises
+    ------
+    NotFoundError
+        If `goal` has expired.
+    """
+    edges, known = catalog.path(goal), [other for other in others if other.line == goal.line]
+    numbers = {edge.version for edge in edges}
+    least = sum(edge.nbytes for edge in edges)
+    for other in known:
+        if other.row.version < goal.row.version and other.row.version not in numbers:
+            ahead = catalog.path_from(other, goal)
+            if ahead is not None and (nbytes := sum(edge.nbytes for edge in ahead)) < least:
+                # What no path leads to has no digests to be known by.
+                before = catalog.path_from_zero(other)
+                if before is not None:
+                    edges, least = [*before, *ahead], nbytes
+    end = goal
+    for other in sorted(known, key=lambda item: item.row.version):
+        if other.row.version > end.row.version and (beyond := catalog.path_from(end, other)) is not None:
+            edges, end = [*edges, *beyond], other
+    places = {version_name(goal.line, edge.version): index for index, edge in enumerate(edges)}
+    path = Path(LazyStates(catalog, goal.line, edges), places[goal.name], catalog.document.chunk_elements)
     return Route(path, places)

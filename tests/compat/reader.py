@@ -22,6 +22,7 @@ Bits = np.ndarray[Any, Any]
 Document = dict[str, Any]
 Arrays = dict[str, Bits]  # of one writer, dense, by name
 Contributions = dict[str, dict[int, list[int]]]  # of one writer, by space and chunk
+Owned = dict[str, Bits] | None  # of one writer, by space: which elements; None where it is not recorded
 State = dict[str, Bits]  # by space, padded with zeros to whole chunks
 WIDTHS = {"u8": 1, "u16": 2, "u32": 4, "u64": 8}
 ABSENT = 2**64 - 1
@@ -325,12 +326,15 @@ class Layout:
         step = 64 // WIDTHS[space]
         return -(-n_elements // step) * step
 
+    def places(self, space: str) -> set[tuple[int, int]]:
+        """Return where tensors of a space begin and end."""
+        return {(start, stop) for _, _, where, start, stop in self.tensors.values() if where == space}
+
     def gaps(self, space: str, state: Bits) -> Bits:
         """Return a copy of a space's state with all tensors zeroed: what belongs to none."""
         rest = state.copy()
-        for _, _, where, start, stop in self.tensors.values():
-            if where == space:
-                rest[start:stop] = 0
+        for start, stop in self.places(space):
+            rest[start:stop] = 0
         return rest
 
 
@@ -351,6 +355,7 @@ class Reader:
         self.through_zarr = self.codec == "portable" if through_zarr is None else through_zarr
         self.seen: set[tuple[str, int]] = set()
         self.fetched: dict[str, int] = {}
+        self.owning: set[str] = set()  # keys of the ownership documents of the version read last
 
     def get(self, key: str) -> bytes:
         require(all(part not in ("", ".", "..") for part in key.split("/")), f"{key!r} is no key")
@@ -447,10 +452,14 @@ class Reader:
             base = before
         prefix = f"versions/{line}/{row['version']:012d}-{row['txid']}/"
         require(row["manifest"]["key"] == f"{prefix}attempts/{row['attempt']}/manifest.json", "the manifest's key")
+        former, self.owning = self.owning, set()
         writers = [self.read_writer(prefix, line, row, layout, reference) for reference in manifest["seals"]]
+        earlier = {key for key in self.owning if not key.startswith(prefix)}
+        require(earlier <= former if row["base"] else not earlier, "ownership that no seal of the base names")
         require(sorted(w["writer"] for w in manifest["seals"]) == sorted(row["began"]["writers"]), "other writers")
-        state = self.apply(base, [arrays for arrays, _ in writers])
+        state = self.apply(base, [arrays for arrays, _, _ in writers])
         self.check_contributions(base, writers)
+        self.check_ownership(layout, writers)
         self.check_digests(layout, state, manifest)
         for space in WIDTHS:
             require(not layout.gaps(space, state[space]).any(), "elements of no tensor are not zero")
@@ -488,8 +497,8 @@ class Reader:
 
     def read_writer(
         self, prefix: str, line: str, row: Document, layout: Layout, reference: Document
-    ) -> tuple[Arrays, Contributions]:
-        """§8: return a writer's dense arrays by name and its contributions by space."""
+    ) -> tuple[Arrays, Contributions, Owned]:
+        """§8: return a writer's dense arrays by name, its contributions by space, and what it owns."""
         entry = parse(self.fetch(reference), "dcr-journal")
         named = {"line": line, "txid": row["txid"], "attempt": row["attempt"]}
         named |= {name: reference[name] for name in ("writer", "incarnation")}
@@ -530,7 +539,45 @@ class Reader:
                 description, self.fetch(description["zarr"]), partitions, through_zarr=self.through_zarr, seen=self.seen
             )
         require({item["array"] for item in seal["partitions"]} <= set(arrays), "a partition of no array")
-        return arrays, self.read_contributions(seal["contributions"])
+        owned = None if seal["ownership"] is None else self.read_ownership(seal["ownership"], writer, layout)
+        return arrays, self.read_contributions(seal["contributions"]), owned
+
+    def read_ownership(self, reference: Document, writer: str, layout: Layout) -> Owned:
+        """§8: return which elements a writer owns; its digests of them are checked."""
+        document = parse(self.fetch(reference), "dcr-ownership")
+        self.owning.add(reference["key"])
+        require((document["writer"], document["layout"]) == (writer, layout.digest), "somebody else's ownership")
+        owned = {space: bits.astype(bool) for space, bits in self.zeros(layout).items()}
+        names = [tensor["name"] for tensor in document["tensors"]]
+        require(names == sorted(set(names)) and not set(names) & set(layout.aliases), "tensors out of order")
+        for tensor in document["tensors"]:
+            _, _, space, start, stop = layout.tensors[tensor["name"]]
+            for box in tensor["boxes"]:
+                places = np.array([start + box["start"]])
+                for n, stride in box["dims"]:
+                    places = (places[:, None] + np.arange(n) * stride).ravel()
+                require(places.max() < stop and len(set(places.tolist())) == len(places), "a box leaves its tensor")
+                require(not owned[space][places].any(), "a writer owns an element twice")
+                owned[space][places] = True
+        for space, where in owned.items():
+            ones = np.where(where, np.iinfo(f"<u{WIDTHS[space]}").max, 0).astype(f"<u{WIDTHS[space]}")
+            chunks = [(i, part) for i, part in enumerate(ones.reshape(-1, self.chunk)) if part.any()]
+            require(document["ones"][space] == [[i, f"{linear(part):016x}"] for i, part in chunks], "other ones")
+        return owned
+
+    def check_ownership(self, layout: Layout, writers: list[tuple[Arrays, Contributions, Owned]]) -> None:
+        """§8: each element of a tensor is owned by one writer, who alone writes it."""
+        recorded = [(arrays, owned) for arrays, _, owned in writers if owned is not None]
+        require(len(recorded) in (0, len(writers)), "some writers do not say what they own")
+        for space, bits in self.zeros(layout).items() if recorded else ():
+            n_owners = sum(owned[space].astype(np.int64) for _, owned in recorded)
+            require(not layout.gaps(space, np.asarray(n_owners)).any(), "somebody owns elements of no tensor")
+            n_elements = sum(stop - start for start, stop in layout.places(space))
+            require(np.max(n_owners, initial=0) <= 1 and np.sum(n_owners) == n_elements, "elements of no owner or two")
+            for arrays, owned in recorded:
+                written = arrays.get(f"{space}/mask", bits) != 0
+                written |= arrays.get(f"{space}/present", bits) != 0
+                require(not (written & ~owned[space]).any(), "a writer writes what it does not own")
 
     def read_contributions(self, reference: Document) -> Contributions:
         data = self.fetch(reference)
@@ -564,15 +611,18 @@ class Reader:
                 state[space] = np.where(there, value, state[space])
         return state
 
-    def check_contributions(self, base: State, writers: list[tuple[Arrays, Contributions]]) -> None:
-        """§8: each row is what its writer's arrays give; a chunk that a writer touches has one; all fit the base."""
+    def check_contributions(self, base: State, writers: list[tuple[Arrays, Contributions, Owned]]) -> None:
+        """§8: each row is what its writer's arrays give; a chunk that a writer touches has one; all fit the base.
+
+        Where a writer says what it owns, each chunk in which it owns anything has a row, touched or not.
+        """
         for space, bits in base.items():
             total: dict[int, int] = {}
-            for arrays, tables in writers:
+            for arrays, tables, owned in writers:
                 mask = arrays.get(f"{space}/mask", np.zeros_like(bits))
                 there = arrays.get(f"{space}/present", np.zeros(len(bits), np.uint8)) != 0
                 value = arrays.get(f"{space}/value", np.zeros_like(bits))
-                touched = mask | there
+                touched = mask | there if owned is None else owned[space]
                 changes = np.where(there, bits ^ value, 0).astype(bits.dtype)
                 for chunk in range(len(bits) // self.chunk):
                     part = slice(chunk * self.chunk, (chunk + 1) * self.chunk)
@@ -580,10 +630,13 @@ class Reader:
                     require((row is not None) == touched[part].any(), "a row of another chunk than those touched")
                     if row is not None:
                         require(row[:2] == [linear(mask[part]), linear(changes[part])], "a contribution is wrong")
+                        if owned is not None:
+                            mine = np.where(owned[space][part], bits[part], 0).astype(bits.dtype)
+                            require(row[2] == linear(mine), "a contribution of another base")
                         total[chunk] = total.get(chunk, 0) ^ row[2]
                 require(all(chunk < len(bits) // self.chunk for chunk in tables[space]), "a chunk past the end")
-            for chunk, owned in total.items():
-                require(owned == linear(bits[chunk * self.chunk : (chunk + 1) * self.chunk]), "another base")
+            for chunk, of_base in total.items():
+                require(of_base == linear(bits[chunk * self.chunk : (chunk + 1) * self.chunk]), "another base")
 
     def check_digests(self, layout: Layout, state: State, manifest: Document) -> None:
         """§7: tables and root."""

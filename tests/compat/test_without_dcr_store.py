@@ -20,7 +20,7 @@ import dcr_store
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "golden"
 READER = HERE / "reader.py"
-STORES = ("v1-delta", "v1-portable")
+STORES = {"v1-delta": "expected.json", "v1-portable": "expected.json", "v1-writers": "expected-writers.json"}
 ALLOWED = {"zarr", "numpy", "numcodecs", "json", "hashlib", "struct", "pathlib", "sys", "typing", "__future__"}
 
 # Runs a script in an interpreter in which this package cannot be imported, wherever it is installed.
@@ -43,8 +43,8 @@ def without_dcr_store(tmp_path: Path, script: Path, *arguments: str) -> subproce
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, encoding="utf-8")
 
 
-def expected() -> dict[str, Any]:
-    document = json.loads((GOLDEN / "expected.json").read_text("utf-8"))
+def expected(name: str) -> dict[str, Any]:
+    document = json.loads((GOLDEN / STORES[name]).read_text("utf-8"))
     assert document["lines"]["main"], "the golden stores are empty"
     return {name: document[name] for name in ("lines", "records", "open")}
 
@@ -82,7 +82,7 @@ def test_the_package_is_out_of_reach(tmp_path: Path) -> None:
 def test_every_version_is_read_from_the_specification_alone(name: str, tmp_path: Path) -> None:
     done = without_dcr_store(tmp_path, READER, str(GOLDEN / name))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == expected()
+    assert json.loads(done.stdout) == expected(name)
 
 
 def test_the_golden_chunks_cover_the_coding(reader: ModuleType) -> None:
@@ -96,9 +96,10 @@ def test_the_golden_chunks_cover_the_coding(reader: ModuleType) -> None:
     }
 
 
-def test_zarr_with_the_package_decodes_every_version(reader: ModuleType) -> None:
+@pytest.mark.parametrize("name", ["v1-delta", "v1-writers"])
+def test_zarr_with_the_package_decodes_every_version(name: str, reader: ModuleType) -> None:
     """With ``dcr.delta`` registered by its entry point, Zarr reads masks, values and presence as dense arrays."""
-    assert reader.read_store(GOLDEN / "v1-delta", through_zarr=True) == expected()
+    assert reader.read_store(GOLDEN / name, through_zarr=True) == expected(name)
 
 
 def arrays(store: Path) -> list[Path]:
@@ -129,11 +130,11 @@ def test_zarr_opens_every_array_where_it_lies(name: str, reader: ModuleType) -> 
             "shard": metadata["chunk_grid"]["configuration"]["chunk_shape"][0],
             "codec": "dcr.delta",
         }
-        if name == "v1-delta":
+        if name != "v1-portable":
             own = reader.decode_array(description, None, objects, through_zarr=False)
             assert np.array_equal(own[:length], dense), path
             assert dense.any() == bool(objects)
-            # The other codec stores the same array under the same key.
+        if name == "v1-delta":  # the other codec stores the same array under the same key
             assert np.array_equal(zarr.open_array(GOLDEN / "v1-portable" / path, mode="r")[:], dense), path
 
 
@@ -187,3 +188,70 @@ def test_the_reader_would_notice(reader: ModuleType, monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match=r".+"):
         reader.read_store(GOLDEN / "v1-delta")
     assert hit
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda owned: owned["tensors"][0]["boxes"].pop(), "other ones"),
+        (lambda owned: owned["tensors"][0]["boxes"].append(owned["tensors"][0]["boxes"][0]), "owns an element twice"),
+        (lambda owned: owned["ones"]["u16"][0].__setitem__(1, "0123456789abcdef"), "other ones"),
+        (lambda owned: owned["tensors"].reverse(), "tensors out of order"),
+        (lambda owned: owned.update(writer="tp1"), "somebody else's"),
+        (lambda owned: owned.update(layout="0" * 64), "somebody else's"),
+    ],
+)
+def test_the_reader_would_notice_another_ownership(
+    reader: ModuleType, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
+) -> None:
+    parse = reader.parse
+
+    def other(data: bytes, document_format: str) -> Any:
+        document = parse(data, document_format)
+        if document_format == "dcr-ownership" and document["writer"] == "tp0":
+            change(document)
+        return document
+
+    monkeypatch.setattr(reader, "parse", other)
+    with pytest.raises(ValueError, match=message):
+        reader.read_store(GOLDEN / "v1-writers")
+
+
+def _doubled(writers: Any) -> None:
+    for _, _, owned in writers:
+        owned["u16"][0], owned["u16"][1] = True, False  # as many as before
+
+
+def _swapped(writers: Any) -> None:
+    writers[:2] = [(*writers[0][:2], writers[1][2]), (*writers[1][:2], writers[0][2])]
+
+
+def _mixed(writers: Any) -> None:
+    first, second = (tables["u16"] for _, tables, _ in writers[:2])
+    for table in (first, second):
+        table[min(set(first) & set(second))][2] ^= 1  # no change of the sum
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "message"),
+    [
+        ("ownership", _doubled, "elements of no owner or two"),
+        ("ownership", _swapped, "a writer writes what it does not own"),
+        ("ownership", lambda writers: writers[0][2]["u16"].__setitem__(-1, True), "elements of no tensor"),
+        ("ownership", lambda writers: writers.__setitem__(0, (*writers[0][:2], None)), "some writers do not say"),
+        ("contributions", _mixed, "a contribution of another base"),
+        ("contributions", lambda writers: writers[0][2]["u32"].fill(False), "a row of another chunk"),
+    ],
+)
+def test_the_reader_holds_writers_to_what_they_own(
+    reader: ModuleType, monkeypatch: pytest.MonkeyPatch, check: str, change: Any, message: str
+) -> None:
+    checked = getattr(reader.Reader, f"check_{check}")
+
+    def other(self: Any, place: Any, writers: Any) -> None:
+        change(writers)
+        checked(self, place, writers)
+
+    monkeypatch.setattr(reader.Reader, f"check_{check}", other)
+    with pytest.raises(ValueError, match=message):
+        reader.read_store(GOLDEN / "v1-writers")

@@ -32,7 +32,18 @@ from dcr_store.layout.slices import whole
 ROOT = Path(__file__).parents[2]
 SIZES = {"BF16": 2, "F32": 4, "I64": 8, "U8": 1}
 HEAVY = ("torch", "zarr", "numba", "transformers", "s3fs", "rich", "ml_dtypes", "numcodecs")
-VERSION_FIELDS = {"version", "base", "root", "created_at", "changed", "elements", "nbytes", "metadata", "message"}
+VERSION_FIELDS = {
+    "version",
+    "base",
+    "root",
+    "created_at",
+    "changed",
+    "elements",
+    "nbytes",
+    "metadata",
+    "message",
+    "kept",
+}
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 
@@ -247,6 +258,69 @@ def test_diff(store: Path) -> None:
     assert "frozen" not in shown
     assert "1 tensor unchanged" in shown
     assert "0 of 1,351 elements" in text("diff", store, "main@1", "main@1")
+
+
+def test_diff_by_module(store: Path) -> None:
+    found = document("diff", store, "main@0", "main@2", "--by", "module")
+    assert set(found) == {"a", "b", "changed", "elements", "modules"}
+    assert {item["name"]: (item["changed"], item["n_tensors"]) for item in found["modules"]} == {
+        "model": (21, 2),
+        "": (1, 2),
+    }
+    shown = text("diff", store, "main@0", "main@2", "--by", "module", "--depth", "1")
+    assert "(no module)" in shown
+    assert "0 modules unchanged" in shown
+    assert run("diff", store, "main@0", "main@2", "--depth", "1").returncode == 2
+    assert run("diff", store, "main@0", "main@2", "--by", "module", "--top", "1").returncode == 2
+
+
+def test_diff_lists_rows_and_counts_alone(store: Path) -> None:
+    shown = text("diff", store, "main@0", "main@2", "--top", "2")
+    assert shown.splitlines()[-3].split() == ["changed", "row", "tensor"]
+    found = document("diff", store, "main@0", "main@2", "--counts", "--top", "1")
+    assert [len(item["top_rows"]) for item in found["tensors"] if item["changed"]] == [1, 1, 1]
+    assert {item["up"] for item in found["tensors"] if item["changed"]} == {None}
+    assert found["changed"] == 22
+
+
+def test_log_where(store: Path) -> None:
+    assert [item["version"] for item in document("log", store, "--where", "version >= 1")["versions"]] == [
+        "main@1",
+        "main@2",
+    ]
+    assert [item["version"] for item in document("log", store, "--limit", "1")["versions"]] == ["main@2"]
+    refused = run("log", store, "--where", "version >")
+    assert refused.returncode == 2
+    assert "the filter is wrong at character 10" in refused.stderr
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        assert main(["log", str(store), "--where", "versoin >= 1"]) == 0
+    assert err.getvalue() == (
+        "dcr: warning: no version of main has 'versoin', which the filter asks for; did you mean version?\n"
+    )
+
+
+def test_blame(store: Path) -> None:
+    found = document("blame", store, "model.weight[0:3]", "--version", "main@2")
+    assert (found["version"], found["tensor"], found["n_rows"]) == ("main@2", "model.weight", 3)
+    assert set(found["runs"][0]) == {"start", "stop", "step", "version", "exact", "kept"}
+    assert "1 row, 1 run" in text("blame", store, "steps")
+    assert text("blame", store, "frozen").splitlines()[-1].endswith("at or before main@0")
+
+
+def test_identify(store: Path, checkpoints: list[Path]) -> None:
+    found = document("identify", store, checkpoints[1], "--strict")
+    assert (found["version"], found["exact"], found["proven"]) == ("main@1", True, True)
+    assert "holds main@1, by its digests" in text("identify", store, checkpoints[1])
+
+
+def test_identify_what_is_no_version(store: Path, checkpoints: list[Path], tmp_path: Path) -> None:
+    shutil.copytree(checkpoints[1], tmp_path / "it")
+    path = tmp_path / "it" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    done = run("identify", store, tmp_path / "it")
+    assert done.returncode == 1
+    assert "nearest is main@1" in done.stdout
 
 
 def test_checkout(store: Path, checkpoints: list[Path], tmp_path: Path) -> None:
@@ -651,6 +725,8 @@ def test_every_document_of_the_store_validates(broken: Path, tmp_path: Path) -> 
     store = broken
     text("group", store, "create", "eu", "r0")
     text("follow", store, tmp_path / "node", "--group", "eu", "--name", "r0", "--once")
+    text("tag", store, "main", "best")
+    text("pin", store, "main", "kept", "--until", "1d")
     with dcr_store.open(store) as opened:  # no command begins a transaction of several writers
         joint = opened.begin("joint", writers=["w"], tensors={"a": ("F32", (3,))})
         joint.write_slice(np.ones(3, np.float32), whole("a", "F32", (3,)))
@@ -674,6 +750,8 @@ def test_every_document_of_the_store_validates(broken: Path, tmp_path: Path) -> 
             ("groups", "log"): "group-record",
             ("groups", "latest.json"): "group-checkpoint",
             ("groups", "acks"): "group-ack",
+            ("tags",): "tag",
+            ("pins",): "pin",
         }[_place(parts)]
         data = path.read_bytes()
         found = json.loads(data)
@@ -681,7 +759,9 @@ def test_every_document_of_the_store_validates(broken: Path, tmp_path: Path) -> 
         canonical = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
         assert data == canonical, path
         used.add(name)
-    assert used >= set(schemas) - {"defs", "log-checkpoint", "affine-map"}  # which is not stored
+    # Of copies, and what is not stored.
+    others = {"absent", "detached", "affine-map", "discovery", "verify-report"}
+    assert used >= set(schemas) - {"defs", "log-checkpoint", *others}
 
 
 def _place(parts: tuple[str, ...]) -> tuple[str, ...]:

@@ -23,12 +23,11 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # each thread has 
 os.environ["DCR_STORE_KERNELS"] = "numpy"  # numba's compiler takes memory of its own
 import dcr_store
 import torch
-from dcr_store.receive import patches
 from dcr_store.targets import live_tensor
-from dcr_store.versions import prefetch, replay, workers
+from dcr_store.versions import pairs, prefetch, replay, workers
 for module, name in (
     (prefetch, "AHEAD_NBYTES"), (replay, "GROUP_NBYTES"), (workers, "_KEEP_NBYTES"),
-    (patches, "BATCH_NBYTES"), (patches, "KEPT_NBYTES"),
+    (pairs, "BATCH_NBYTES"), (pairs, "KEPT_NBYTES"),
 ):
     setattr(module, name, getattr(module, name) // 16)
 if sys.argv[2] == "device":

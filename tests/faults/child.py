@@ -9,6 +9,7 @@ all of them when its standard input ends.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -32,7 +33,7 @@ from dcr_store import events
 from dcr_store.errors import ConflictError, DcrError, FencedError, InvalidInputError, LagError
 from dcr_store.log import line
 from dcr_store.objects.retry import RetryPolicy
-from dcr_store.publish import joint, partitions
+from dcr_store.publish import partitions, waiting
 from dcr_store.receive import pacing
 from dcr_store.receive.results import Applied
 
@@ -72,10 +73,12 @@ def do(job: Job) -> dict[str, Any]:
             strike = (point, nth, signal.SIGKILL if name == "kill" else signal.SIGSTOP)
     partitions.PARTITION_NBYTES = job.get("partition_nbytes", partitions.PARTITION_NBYTES)  # type: ignore[misc]
     partitions.JOURNAL_PARTITIONS = job.get("journal_partitions", partitions.JOURNAL_PARTITIONS)  # type: ignore[misc]
+    n_first = job.get("journal_first_partitions", partitions.JOURNAL_FIRST_PARTITIONS)
+    partitions.JOURNAL_FIRST_PARTITIONS = n_first  # type: ignore[misc]
     line.CHECKPOINT_VERSIONS = job.get("checkpoint_versions", line.CHECKPOINT_VERSIONS)  # type: ignore[misc]
     if "deadline_s" in job:
         _hasten(job["deadline_s"])
-    joint._LONGEST_DELAY_S = job.get("delay_s", joint._LONGEST_DELAY_S)  # type: ignore[misc]
+    waiting._LONGEST_DELAY_S = job.get("delay_s", waiting._LONGEST_DELAY_S)  # type: ignore[misc]
     pacing._LONGEST_REST_S = job.get("rest_s", pacing._LONGEST_REST_S)  # type: ignore[misc]
     points = Points(strike)
     points.slow = tuple(job.get("slow", points.slow))
@@ -151,10 +154,16 @@ def _slices(job: Job) -> dict[str, Any]:
                         owner=job.get("owner"),
                         message=job.get("message"),
                         takeover=job.get("takeover", False),
+                        baseline=job.get("baseline"),
                     )
                 else:
                     transaction = store.join(
-                        job.get("txid"), line=line_name, writer=names[rank], slices=told, timeout_s=0.1
+                        job.get("txid"),
+                        line=line_name,
+                        writer=names[rank],
+                        slices=told,
+                        baseline=job.get("baseline"),
+                        timeout_s=0.1,
                     )
                 with transaction:
                     ranks.write(transaction, maps, state)
@@ -309,7 +318,25 @@ def _relay(job: Job) -> dict[str, Any]:
     return {}
 
 
+def _upkeep(job: Job) -> dict[str, Any]:
+    """Call methods of the store one after the other: each its name, its arguments, and those by name."""
+    with _open(job) as store:
+        for name, arguments, named in job["calls"]:
+            getattr(store, name)(*arguments, **named)
+    return {}
+
+
+def _live(job: Job) -> dict[str, Any]:
+    """Play a role beside others until the end."""
+    from faults import living
+
+    with _open(job) as store:
+        return living.live(store, job)
+
+
 _VERBS = {
+    "live": _live,
+    "upkeep": _upkeep,
     "create": _create,
     "publish": _publish,
     "slices": _slices,
@@ -366,6 +393,8 @@ def main(path: str, scratch: str, *names: str) -> None:
     """Serve jobs at the socket `path` until standard input ends, with modules imported that the jobs need."""
     preload(names)
     _warm_up(Path(scratch))
+    gc.collect()
+    gc.freeze()  # what children share stays shared: a collection in one would write to all of it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are reaped at once, and their owners known to be dead
     with _listening(path) as server:
         sys.stdout.write("ready\n")

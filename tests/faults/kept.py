@@ -273,7 +273,7 @@ class Costs:
         by_pull : bool
             Whether side files that are not there are counted, too; who follows counts those alone that differ.
         """
-        chain = [item.row.version for item in self._catalog.chain(self._catalog.resolve(f"main@{goal}"))]
+        chain = [edge.version for edge in self._catalog.path(self._catalog.resolve(f"main@{goal}"))]
         refs = {}
         for (space, chunk), is_old in wrong.items():
             steps = _between(start, goal) if is_old and start is not None else chain

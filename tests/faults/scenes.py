@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from dcr_store.objects.open import open_objects
 from dcr_store.ports import ObjectStore
 from dcr_store.store import Store
 
-KILLS = int(os.environ.get("DCR_KILLS", "12"))  # random ones per scenario; a campaign takes 100
+KILLS = int(os.environ.get("DCR_KILLS", "4"))  # random ones per scenario; a campaign takes 100
 OCCURRENCES = int(os.environ.get("DCR_OCCURRENCES", "1"))  # of each point; above 1, the last too
 SEED = int(os.environ.get("DCR_SEED", "1"))
 CHUNK_ELEMENTS = 256
@@ -145,6 +145,11 @@ def strikes(points: Mapping[str, int], occurrences: int = OCCURRENCES) -> list[S
     return chosen
 
 
+def every(chosen: Sequence[Strike], step: int, nth: int = 0) -> Sequence[Strike]:
+    """Return every `step`-th strike, all in a campaign; which ones changes with the seed and with `nth` scenario."""
+    return chosen if OCCURRENCES > 1 else chosen[(SEED + nth) % step :: step]
+
+
 def rename_side_file(objects: ObjectStore, path: str) -> str:
     """Give a side file of main@0 another path, as who forges a store would; return the manifest's key."""
     key = "log/main/00000000000000000001.json"
@@ -215,6 +220,15 @@ def assert_checkpoint(directory: Path, checkpoint: Path, *, own: bool = True) ->
     assert not differing
     notes = {path.name for path in (directory / ".dcr").iterdir()}
     assert not own or notes == {"lock", "marker.json"}, notes
+
+
+def rounds(n: int, struck: Sequence[bool], n_enough: int) -> Iterator[int]:
+    """Count `n` rounds of a test that kills at random, and further ones until `n_enough` were `struck`."""
+    for nth in range(20 + 10 * n):
+        if nth >= n and sum(struck) >= n_enough:
+            return
+        yield nth
+    raise AssertionError("they end before they are killed")
 
 
 def seeded(*names: object) -> random.Random:

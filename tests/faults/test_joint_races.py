@@ -14,6 +14,8 @@ from faults.scenes import KILLS, OCCURRENCES, SMALL, Place, seeded
 from faults.writers import N_RANKS, Ranks, expected_roots, other, states
 
 from dcr_store.errors import ConflictError, FencedError, LagError
+from dcr_store.format.documents import JournalEntry
+from dcr_store.format.names import TransactionKeys
 from dcr_store.publish import partitions
 
 SLEEPS = [
@@ -156,6 +158,20 @@ def test_a_writer_that_slept_and_the_one_in_its_place(
     line.check_all()
 
 
+def await_seal(directory: Place, writer: str) -> None:
+    """Wait until a process has sealed as `writer` in the open transaction."""
+    with directory.open() as store:
+        objects, pending = store._catalog.objects, store._catalog.log("main").refresh().open
+        assert pending is not None
+        prefix = f"{TransactionKeys('main', pending.version, pending.txid).prefix}journal/"
+        entries: list[JournalEntry] = []
+        deadline = time.monotonic() + 40
+        while not any(entry.writer == writer and entry.seal for entry in entries):
+            assert time.monotonic() < deadline, [(entry.writer, entry.incarnation, entry.seq) for entry in entries]
+            time.sleep(0.01)
+            entries = [JournalEntry.from_bytes(objects.get(key), key) for key in objects.list(prefix)]
+
+
 @pytest.mark.parametrize("wakes", ["before the commit", "after it"])
 def test_a_writer_that_slept_with_other_weights_is_told(nursery: Nursery, directory: Place, wakes: str) -> None:
     """Whichever of the two counts, the other does not believe that its weights are in the version."""
@@ -163,7 +179,9 @@ def test_a_writer_that_slept_with_other_weights_is_told(nursery: Nursery, direct
     line = Ranks(nursery, directory)
     line.publish(0)
     children = line.start_all(1, but=[1, 2], gives_up=True)
-    sleeper = line.start(1, 2, gives_up=True, stop=["publish.partition.before", 1])
+    # It journals nothing before it sleeps, be another thread ahead of the one that stops: that would bind the other.
+    rarely = {"journal_first_partitions": 1000, "journal_partitions": 1000}
+    sleeper = line.start(1, 2, gives_up=True, stop=["publish.partition.before", 1], **rarely)
     sleeper.wait_stopped()
     children[1] = line.start(1, 1, gives_up=True)
     if wakes == "after it":
@@ -174,7 +192,7 @@ def test_a_writer_that_slept_with_other_weights_is_told(nursery: Nursery, direct
         assert outcome.kind == ConflictError.kind, outcome
         assert "committed with what another process sealed as writer r1" in outcome.message
     else:
-        time.sleep(0.5)  # until the other one has sealed, for all that is known
+        await_seal(directory, "r1")  # else it would refuse what the sleeper journals
         sleeper.signal(signal.SIGCONT)
         time.sleep(0.5)
         children[2] = line.start(2, 1, gives_up=True)

@@ -10,14 +10,15 @@ import pytest
 from faults.processes import Nursery
 from faults.scenes import (
     KILLS,
-    OCCURRENCES,
     SMALL,
     Place,
     Strike,
     assert_checkpoint,
     assert_nothing_twice,
+    every,
     journaled_partitions,
     roots,
+    rounds,
     seeded,
     strikes,
 )
@@ -117,8 +118,7 @@ def test_killed_at_every_point_of_a_delta(
     points = line.publish(checkpoints[1]) | line.publish(checkpoints[2]) | line.publish(checkpoints[1])
     assert points["publish.journal.stored"] > 3
     missed = []
-    every = 1 if OCCURRENCES > 1 or place.options is None else 3  # the server is slow
-    for nth, strike in enumerate(strikes(points)[::every]):
+    for nth, strike in enumerate(every(strikes(points), 6 if place.is_slow else 1)):
         if not line.killed(checkpoints[2 - nth % 2], strike):
             missed.append(strike)
     assert not [point for point, nth in missed if nth == 1 and "log.checkpoint" not in point], missed
@@ -134,16 +134,16 @@ def test_killed_at_every_point_of_an_anchor(
     first = recorded.publish(checkpoints[4])
     changed = recorded.publish(checkpoints[5])
     lines = []
-    every = 1 if OCCURRENCES > 1 else 2 if place.options is None else 6  # the server is slow
-    for nth, strike in enumerate(strikes(first)[::every]):
+    step = 12 if place.is_slow else 4
+    for nth, strike in enumerate(every(strikes(first), step)):
         line = Line(nursery, place, scratch, f"first-{nth}", baseline=True)
         assert line.killed(checkpoints[4], strike) or strike[1] > 1, strike
         lines.append(line)
     line = Line(nursery, place, scratch, "changed", baseline=True)
     line.publish(checkpoints[4])
-    for nth, strike in enumerate(strikes(changed)[::every]):
+    for nth, strike in enumerate(every(strikes(changed), step, 1)):
         line.killed(checkpoints[5 - nth % 2], strike)
-    for published in [*lines[::7], line]:
+    for published in [*lines[::4], line]:
         published.check_all()
 
 
@@ -155,13 +155,12 @@ def test_killed_at_random_times(nursery: Nursery, place: Place, scratch: Path, c
     began = time.monotonic()
     line.publish(checkpoints[1])
     lasts_s = time.monotonic() - began
-    n_struck = 0
-    for _ in range(KILLS):
+    struck: list[bool] = []
+    for _ in rounds(KILLS, struck, KILLS // 3):
         if rng.random() < 0.2:
             line.baseline = None if line.baseline else str(scratch / "baseline-main")
         again = rng.choice([0, 0, 0, 1, 2])
-        n_struck += line.killed(rng.choice(checkpoints), None, rng.uniform(0.0, 1.2 * lasts_s), again)
-    assert n_struck >= KILLS // 3
+        struck.append(line.killed(rng.choice(checkpoints), None, rng.uniform(0.0, 1.2 * lasts_s), again))
     line.check_all()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from faults.failing import FailingObjects, over, publish
-from faults.scenes import OCCURRENCES, Place, assert_checkpoint
+from faults.scenes import OCCURRENCES, Place, assert_checkpoint, seeded
 
 from dcr_store.errors import ConflictError, DcrError, OutcomeUnknownError, StorageError
 from dcr_store.objects.open import open_objects
@@ -34,21 +34,37 @@ def collected() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.fixture
-def published(scratch: Path, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A store with three versions, and a baseline of it."""
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be several partitions and entries of the journal in what is small."""
     monkeypatch.setattr(partitions, "PARTITION_NBYTES", 4096)
     monkeypatch.setattr(partitions, "JOURNAL_PARTITIONS", 2)
-    with Place(str(scratch / "whole")).create() as store:
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory, checkpoints: list[Path]) -> Path:
+    """A directory with a store of three versions, and with a baseline of it."""
+    place = tmp_path_factory.mktemp("template")
+    with pytest.MonkeyPatch.context() as patch, Place(str(place / "whole")).create() as store:
+        patch.setattr(partitions, "PARTITION_NBYTES", 4096)
+        patch.setattr(partitions, "JOURNAL_PARTITIONS", 2)
         for checkpoint in checkpoints[:3]:
-            with store.begin(baseline=scratch / "whole-baseline") as transaction:
+            with store.begin(baseline=place / "whole-baseline") as transaction:
                 transaction.write_checkpoint(checkpoint)
+    return place
+
+
+@pytest.fixture
+def published(scratch: Path, template: Path) -> Path:
+    """That store and its baseline, for one test."""
+    shutil.copytree(template, scratch, dirs_exist_ok=True)
     return scratch / "whole"
 
 
-def numbers(n_calls: int, n_chosen: int) -> range:
-    """Return the calls to fail: about `n_chosen` of them, in a campaign all."""
-    return range(0, n_calls, 1 if CAMPAIGN else max(1, n_calls // n_chosen))
+def numbers(n_calls: int, n_chosen: int, *of: object) -> range:
+    """Return the calls to fail: at most `n_chosen` of them, others with each seed; in a campaign all."""
+    step = 1 if CAMPAIGN else max(1, -(-n_calls // n_chosen))
+    return range(seeded("calls", *of).randrange(step), n_calls, step)
 
 
 @pytest.mark.parametrize(("lasting", "late"), [(False, False), (True, False), (False, True), (True, True)])
@@ -72,7 +88,7 @@ def test_every_call_of_a_publish_fails(
 
     counted, error = attempt(None)
     assert error is None
-    for at in numbers(counted.n_calls, 7):
+    for at in numbers(counted.n_calls, 3, goal, lasting, late):
         objects, error = attempt(at)
         told = f"call {at}, {objects.failed[0]}: {error!r}"
         with over(open_objects(scratch / "store")) as store:
@@ -116,7 +132,7 @@ def test_every_call_of_a_pull_fails(
 
     counted, error = attempt(None)
     assert error is None
-    for at in numbers(counted.n_calls, 10):
+    for at in numbers(counted.n_calls, 3, start, goal, lasting):
         objects, error = attempt(at)
         assert isinstance(error, StorageError), f"call {at}, {objects.failed}: {error!r}"
         assert "No space left" in str(error)
@@ -170,9 +186,11 @@ class FailingCalls:
             setattr(os, self.name, self._real)
 
 
-def errors_of(name: str) -> list[int]:
+def errors_of(name: str, nth: int) -> list[int]:
+    """Return the errors that the `nth` call chosen is to meet: of several one after the other, in a campaign all."""
     if name in ("write", "pwrite", "pwritev", "posix_fallocate", "ftruncate"):
-        return [errno.ENOSPC, errno.EIO]
+        both = [errno.ENOSPC, errno.EIO]
+        return both if CAMPAIGN else [both[nth % 2]]
     if name in ("fsync", "pread", "preadv"):
         return [errno.EIO]
     return [errno.EACCES]
@@ -203,8 +221,8 @@ def test_the_disk_of_a_publish_fails(
     for goal in (1, 5):
         counted, error = attempt(goal, None, 0)
         assert error is None
-        for at in numbers(counted.n_calls, 3):
-            for number in errors_of(name):
+        for nth, at in enumerate(numbers(counted.n_calls, 2, name, where, goal)):
+            for number in errors_of(name, nth):
                 error = attempt(goal, at, number)[1]
                 told = f"{name} {at} of {counted.n_calls}, {errno.errorcode[number]}: {error!r}"
                 with over(open_objects(scratch / "store")) as store:
@@ -243,8 +261,8 @@ def test_the_disk_of_a_pull_fails(
 
     counted, error = attempt(None, 0)
     assert error is None
-    for at in numbers(counted.n_calls, 5):
-        for number in errors_of(name):
+    for nth, at in enumerate(numbers(counted.n_calls, 3, name, start, goal)):
+        for number in errors_of(name, nth):
             error = attempt(at, number)[1]
             told = f"{name} {at} of {counted.n_calls}, {errno.errorcode[number]}: {error!r}"
             if error is None:  # there is a way round, or nothing was lost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ranks
@@ -28,9 +29,18 @@ def expected_roots() -> list[str]:
 
 
 class Ranks:
-    """A line that `N_RANKS` children write to together."""
+    """A line that `N_RANKS` children write to together, with baselines in a directory or in memory."""
 
-    def __init__(self, nursery: Nursery, place: Place, line: str = "main", *, announced: bool = True) -> None:
+    def __init__(
+        self,
+        nursery: Nursery,
+        place: Place,
+        line: str = "main",
+        *,
+        announced: bool = True,
+        baseline: Path | None = None,
+    ) -> None:
+        self.baseline = baseline
         self.nursery, self.place, self.line, self.announced = nursery, place, line, announced
         self.published: list[int] = []
         self.n_adopted = 0
@@ -47,6 +57,7 @@ class Ranks:
             "owner": "run",
             "message": f"state {state}",
             "announced": self.announced,
+            "baseline": None if self.baseline is None else str(self.baseline),
             **self.place.job,
             **SMALL,
         }

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ from dcr_store.format import fields as format_fields
 from dcr_store.format import names as format_names
 from dcr_store.layout.tensors import to_array
 from dcr_store.objects.threads import Threads
-from dcr_store.publish import partitions, state
+from dcr_store.publish import partitions, slice_writer, state
 from dcr_store.publish.transaction import Transaction
 from dcr_store.store import Store
 
@@ -69,10 +69,12 @@ def fixed() -> Iterator[None]:
         mock.patch.object(format_names, "secrets", SimpleNamespace(token_hex=token_hex)),
         mock.patch.object(format_fields, "datetime", SimpleNamespace(now=tick)),
         mock.patch.object(partitions, "MAX_PARTITION_CHUNKS", 4),
+        mock.patch.object(partitions, "JOURNAL_FIRST_PARTITIONS", 2),
         mock.patch.object(partitions, "JOURNAL_PARTITIONS", 2),
         mock.patch.object(partitions, "JOURNAL_INTERVAL_S", float("inf")),
         mock.patch.object(partitions, "_N_UPLOADS", 1),
         mock.patch.object(state, "worker_pool", lambda name: Threads(1, name)),  # in the order of the chunks
+        mock.patch.object(slice_writer, "worker_pool", lambda name: Threads(1, name)),
     ):
         yield
 
@@ -86,6 +88,8 @@ class Expected:
     """What the versions of each line hold, in order."""
 
     lines: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {line: [] for line in LINES})
+    firsts: Mapping[str, int] = field(default_factory=dict)
+    """By line that goes on from another one: its first number."""
 
     def add(
         self,
@@ -100,7 +104,7 @@ class Expected:
         tensors = {**state, **{alias: state[name] for alias, name in tied.items()}}
         self.lines[line].append(
             {
-                "version": f"{line}@{len(self.lines[line])}",
+                "version": f"{line}@{self.firsts.get(line, 0) + len(self.lines[line])}",
                 "message": message,
                 "metadata": dict(metadata or {}),
                 "aliases": tied,
@@ -111,6 +115,20 @@ class Expected:
                 "files": {path: {"nbytes": len(data), "sha256": sha256(data)} for path, data in (files or {}).items()},
             }
         )
+
+    def of_store(self, store: Store) -> dict[str, Any]:
+        """Return the expectations, with the names that the log has for them: roots, layouts and bases."""
+        logs = {line: store._catalog.log(line) for line in self.lines}
+        for line, versions in self.lines.items():
+            for version, row in zip(versions, logs[line].rows(), strict=True):
+                base = None if row.base is None else row.base.version
+                version.update({"root": row.root, "layout": row.layout, "base": base})
+        pending = {line: log.refresh().open for line, log in logs.items()}
+        return {
+            "lines": self.lines,
+            "records": {line: [record.kind for record, _ in log.records()] for line, log in logs.items()},
+            "open": {line: None if found is None else found.txid for line, found in pending.items()},
+        }
 
 
 class History:
@@ -134,22 +152,6 @@ class History:
             write(transaction, state, tied)
         self.expected.add(line, state, aliases=tied, **told)
 
-    def result(self) -> dict[str, Any]:
-        """Return the expectations, with the names that the log has for them: roots, layouts and bases."""
-        for line, versions in self.expected.lines.items():
-            rows = self.store._catalog.log(line).rows()
-            for version, row in zip(versions, rows, strict=True):
-                base = None if row.base is None else row.base.version
-                version.update({"root": row.root, "layout": row.layout, "base": base})
-        return {"lines": self.expected.lines, "records": self._kinds(), "open": self._open()}
-
-    def _kinds(self) -> dict[str, list[str]]:
-        return {line: [record.kind for record, _ in self.store._catalog.log(line).records()] for line in LINES}
-
-    def _open(self) -> dict[str, str | None]:
-        found = {line: self.store._catalog.log(line).refresh().open for line in LINES}
-        return {line: None if pending is None else pending.txid for line, pending in found.items()}
-
 
 def write(transaction: Transaction, state: State, tied: Mapping[str, str] | None = None) -> None:
     given = {name: to_array(t.bits, t.dtype, t.shape) for name, t in state.items()}
@@ -159,11 +161,16 @@ def write(transaction: Transaction, state: State, tied: Mapping[str, str] | None
         transaction.write(alias, given[name])  # the same memory
 
 
-def crash(transaction: Transaction) -> None:
-    """Leave a transaction as a killed process does, with everything stored that is under way."""
+def settle(transaction: Transaction) -> None:
+    """Wait until everything is stored that is under way: how much else is there at the end depends on the machine."""
     transaction._writer.drain()
     for future in transaction._writer.partitions._uploads.futures:
         future.result()
+
+
+def crash(transaction: Transaction) -> None:
+    """Leave a transaction as a killed process does."""
+    settle(transaction)
     transaction._close()
 
 
@@ -182,6 +189,7 @@ def publish_all(store: Store) -> dict[str, Any]:
     given_up = history.begin(message="given up")
     with on_disk(checkpoint(step(a, random, 0.5), 2)) as directory:
         given_up.write_checkpoint(directory)
+    settle(given_up)
     given_up.abort("a loss of NaN")
     crash(history.begin(message="lost"))
     a = step(a, random, 0.2)
@@ -222,15 +230,17 @@ def publish_all(store: Store) -> dict[str, Any]:
     left_open = history.begin(line, metadata={"open": True})
     write(left_open, step(d, random, 0.1))
     crash(left_open)
-    return history.result()
+    return history.expected.of_store(store)
 
 
-def make_store(codec: str) -> tuple[Files, dict[str, Any]]:
-    """Return the objects of the golden store with a codec by key, and what it holds."""
+def make_store(
+    codec: str, chunk_elements: int, publish: Callable[[Store], dict[str, Any]]
+) -> tuple[Files, dict[str, Any]]:
+    """Return the objects of a golden store by key, and what it holds: `publish` publishes and says it."""
     with fixed(), dcr_store.create(
-        f"memory://golden-{secrets.token_hex(8)}", codec=codec, chunk_elements=CHUNK_ELEMENTS
+        f"memory://golden-{secrets.token_hex(8)}", codec=codec, chunk_elements=chunk_elements
     ) as store:  # fmt: skip
-        expected = publish_all(store)
+        expected = publish(store)
         objects = store._objects
         files = {key: objects.get(key) for key in objects.list("")}
         for key in files:
@@ -252,7 +262,7 @@ def make() -> tuple[dict[str, Files], dict[str, Any]]:
     """Return the objects of all stores by name, and what each of them holds."""
     stores, found = {}, []
     for name, codec in STORES.items():
-        stores[name], expected = make_store(codec)
+        stores[name], expected = make_store(codec, CHUNK_ELEMENTS, publish_all)
         found.append(expected)
     if any(item != found[0] for item in found):
         raise SystemExit("the stores hold different things")

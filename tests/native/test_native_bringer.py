@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from copies import cloned
 from handmade import Part, zeros
 from handmade import publish as publish_by_hand
 from torch import nn
@@ -58,17 +60,24 @@ class Faulty(Engine):
         return super().load_weights(watched())
 
 
+@functools.cache
+def published(n_versions: int, seed: int) -> tuple[Store, list[Bits]]:
+    """Make a store, once, and return it with its versions' bits: both to be copied."""
+    rng = np.random.default_rng(seed)
+    store, series = new_store(), [first(SHAPES, rng)]
+    for _ in range(n_versions - 1):
+        series.append(step(series[-1], rng))
+    for bits in series:
+        publish(store, SHAPES, bits)
+    return store, series
+
+
 class Case:
     """A store, its versions' bits, an engine and its bringer, and what full loads give."""
 
     def __init__(self, n_versions: int = 4, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        self.store = new_store()
-        self.bits: list[Bits] = [first(SHAPES, rng)]
-        for _ in range(n_versions - 1):
-            self.bits.append(step(self.bits[-1], rng))
-        for bits in self.bits:
-            publish(self.store, SHAPES, bits)
+        template, series = published(n_versions, seed)
+        self.store, self.bits = cloned(template), list(series)
         self.engine = Faulty(CONFIG, RANK)
         self.target = bringer(self.engine.load_weights, self.engine)
 

@@ -257,8 +257,12 @@ def test_a_missing_bucket_is_an_error_not_an_absence(seaweed: SeaweedS3) -> None
     for call in ("get", "size", "list", "list_names", "put", "put_if_absent"):
         key = "a/" if call.startswith("list") else "a"
         arguments = (key, b"x") if call.startswith("put") else (key,)
-        with pytest.raises(StorageError, match="no such bucket"):
+        with pytest.raises(StorageError) as caught:
             getattr(objects, call)(*arguments)
+        assert str(caught.value) == (
+            "s3://no-such-bucket/store: there is no such bucket here: create no-such-bucket, or check its name, the "
+            "endpoint and the region"
+        )
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcr_store.errors import FormatError, InvalidInputError
+from dcr_store.layout import coverage as coverage_module
 from dcr_store.layout import slices
 from dcr_store.layout.affine_map import AffineMap, coverage, holders
 from dcr_store.layout.boxes import Box, Dim, box, clipped, join, merged, shared
+from dcr_store.layout.coverage import Holding
 from dcr_store.layout.read_off import read_off
 
 Places = np.ndarray[Any, np.dtype[np.int64]]
@@ -259,6 +261,51 @@ def test_shared_boxes_are_where_both_lie(first: Box, second: Box) -> None:
 def test_clipped_boxes_are_what_lies_within(item: Box, start: int, stop: int) -> None:
     wanted = sorted(pair for pair in pairs_of(item) if start <= pair[1] < stop)
     assert sorted(pair for part in clipped(item, start, stop) for pair in pairs_of(part)) == wanted
+
+
+@given(st.lists(st.lists(boxes(), min_size=1, max_size=3), min_size=1, max_size=6))
+def test_what_is_held_is_told_however_it_came(items: list[list[Box]]) -> None:
+    holding = Holding("w")
+    held = np.zeros(1 << 14, np.int64)
+    for some in items:
+        more = held.copy()
+        for item in some:
+            np.add.at(more, item.positions()[1], 1)
+        part = holding.doubled(some)
+        assert (part is not None) == bool(more.max() > 1)
+        if part is None:
+            holding.add(some)
+            held = more
+        else:
+            assert np.all(more[part.start : part.stop] > 1)
+        found = np.zeros_like(held)
+        for item in holding.boxes():
+            np.add.at(found, item.positions()[1], 1)
+        assert np.array_equal(found, held)
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns", "rows from the end", "blocks"])
+def test_what_comes_in_order_is_compared_once(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with all that came before: a tensor may come in thousands of slices."""
+    n = 64
+    parts = [((i, 0), (1, n)) if "rows" in cut else ((0, i), (n, 1)) for i in range(n)]
+    if cut == "blocks":
+        parts = [((8 * i, 8 * j), (8, 8)) for i in range(8) for j in range(8)]
+    n_compared = 0
+
+    def counted(*pair: Box) -> list[Box]:
+        nonlocal n_compared
+        n_compared += 1
+        return shared(*pair)
+
+    monkeypatch.setattr(coverage_module, "shared", counted)
+    holding = Holding("w")
+    for offsets, sizes in parts[::-1] if cut.endswith("end") else parts:
+        boxes = slices.part("w", "F32", (n, n), offsets, sizes).boxes["w"]
+        assert holding.doubled(boxes) is None
+        holding.add(boxes)
+    assert n_compared <= 4 * len(parts)
+    assert holding.boxes() == [box(0, 0, [Dim(n * n, 1, 1)])]
 
 
 @given(st.lists(boxes(), max_size=6))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -140,3 +142,37 @@ def test_linearity_over_a_chain(data: st.DataObject) -> None:
         chunk.apply(chunk.encode(mask), state)
         digest ^= linear(crc64(mask), mask.nbytes)
         assert digest == crc64(state)
+
+
+@st.composite
+def sparse_chunks(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
+    """Ascending positions and values, of a chunk of any length, which may have thousands of zeros in between."""
+    dtype = draw(DTYPES)
+    n_elements = draw(st.one_of(st.integers(1, 40), st.sampled_from([4095, 4096, 4097]), st.integers(1, 50_000)))
+    at = st.integers(0, n_elements - 1)
+    positions = np.unique(draw(st.lists(st.one_of(at, st.sampled_from([0, n_elements - 1])), max_size=60)))
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
+    values = rng.integers(1, int(np.iinfo(dtype).max) >> draw(st.integers(0, 7)), len(positions), dtype, endpoint=True)
+    return positions.astype(np.uint32), values, n_elements
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "numba, by values"] if "numba" in ENGINES else ENGINES)
+@settings(max_examples=100, deadline=None)
+@given(sparse_chunks())
+def test_digest_of_a_sparse_chunk(engine: str, sparse: tuple[Any, Any, int]) -> None:
+    """Whatever way it is worked out: it is that of the whole chunk, and leaves nothing behind for the next one."""
+    positions, values, n_elements = sparse
+    if engine == "numba, by values":
+        sparsely = mock.patch("dcr_store.codec.kernels_numba._FEW_NBYTES", 0)
+    else:
+        sparsely = contextlib.nullcontext()
+    kernels.use_engine(engine.partition(",")[0])
+    whole = np.zeros(n_elements, values.dtype)
+    whole[positions] = values
+    try:
+        with sparsely:
+            found = kernels.engine().digest_sparse(positions, values, n_elements)
+        assert found == linear(crc64(whole), whole.nbytes)
+        assert kernels.engine().digest_sparse(positions[:0], values[:0], n_elements) == 0
+    finally:
+        kernels.use_engine("auto")

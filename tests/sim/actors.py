@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sim.library import N_VARIANTS, STATES
+from sim.library import N_VARIANTS, STATES, State
 from sim.process import Event
 from sim.scheduler import ViolationError
 
@@ -13,7 +14,7 @@ from dcr_store.receive.copying import pull_copy
 from dcr_store.targets.copy_directory import reading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Protocol
 
     from sim.disk import Disk
@@ -36,8 +37,30 @@ if TYPE_CHECKING:
             """Check a version that a member has applied."""
 
 
-def publisher(last_step: int, owner: str, *, takes_over: float = 0.0) -> Callable[[World, Role, Actor], None]:
-    """Return what a trainer does: publish each step up to `last_step`, once.
+@dataclass(frozen=True)
+class Training:
+    """What a trainer publishes: each step up to the last, once, on a line.
+
+    Attributes
+    ----------
+    states : dict
+        By step and start of the trainer.
+    takes_over : float
+        How often it takes over what another owner has open.
+    has_baseline : bool
+        Whether it keeps the last version on its host; otherwise it reads it again.
+    """
+
+    last_step: int
+    owner: str
+    takes_over: float = 0.0
+    line: str = "main"
+    states: Mapping[tuple[int, int], State] = field(default_factory=lambda: STATES)
+    has_baseline: bool = True
+
+
+def publisher(training: Training) -> Callable[[World, Role, Actor], None]:
+    """Return what a trainer does.
 
     It goes on from what the log says, publishes against the head that it has seen, and ends when it is fenced and has a
     successor.
@@ -51,7 +74,7 @@ def publisher(last_step: int, owner: str, *, takes_over: float = 0.0) -> Callabl
             n_rotten = role.host.n_rotten
             try:
                 with store:
-                    if _publish_next(world, role, store, last_step, owner, variant, takes_over):
+                    if publish_next(world, role, store, training, variant):
                         return
             except FencedError:
                 world.count("fenced")
@@ -67,6 +90,8 @@ def publisher(last_step: int, owner: str, *, takes_over: float = 0.0) -> Callabl
                 if error.key != f"{role.host.root}/baseline" or role.host.n_rotten == n_rotten:
                     let_pass(error)
                 world.count("healed in vain")
+            except UserWarning as error:
+                raise ViolationError(f"nothing is damaged here: {error}") from error
             except DcrError as error:
                 let_pass(error)
                 world.scheduler.sleep(0.2)
@@ -76,22 +101,22 @@ def publisher(last_step: int, owner: str, *, takes_over: float = 0.0) -> Callabl
     return act
 
 
-def _publish_next(
-    world: World, role: Role, store: Store, last_step: int, owner: str, variant: int, takes_over: float
-) -> bool:
-    versions = store.log()
+def publish_next(world: World, role: Role, store: Store, training: Training, variant: int) -> bool:
+    """Publish the next step; return whether there was none."""
+    versions = store.log(training.line)
     for info in versions[-1:]:
         world.judge.told_version(info.version, info.root)
     step = versions[-1].metadata["step"] + 1
-    if step > last_step:
+    if step > training.last_step:
         return True
-    state = STATES[step, variant]
+    state = training.states[step, variant]
     transaction = store.begin(
+        training.line,
         base=versions[-1].version,
         metadata={"step": step, "note": world.rng.choice(["", "", "", "", f"by {role.name} {variant}"])},
-        owner=owner,
-        takeover=world.rng.random() < takes_over,
-        baseline=f"{role.host.root}/baseline",
+        owner=training.owner,
+        takeover=world.rng.random() < training.takes_over,
+        baseline=f"{role.host.root}/baseline" if training.has_baseline else None,
     )
     if transaction.attempt:
         world.count("resumed")

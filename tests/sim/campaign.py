@@ -97,6 +97,7 @@ class Runner:
         process.install()
         warnings.simplefilter("error", UserWarning)  # of a damaged base, and none is damaged here
         self._root = Path(tempfile.mkdtemp(prefix="dcr-sim-", dir=MEMORY if MEMORY.is_dir() else None))
+        tempfile.tempdir = str(self._root)  # where baselines are that have no place
         self._stage = Stage(self._root)
         gc.collect()
         gc.freeze()

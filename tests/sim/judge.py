@@ -34,6 +34,7 @@ from dcr_store.versions.route import route
 
 if TYPE_CHECKING:
     from sim.disk import Disk
+    from sim.slice_judge import SliceJudge
 
 
 @dataclass
@@ -43,6 +44,7 @@ class LineFold:
     last_sha256: str
     length: int = 0
     open: dict[str, Any] | None = None
+    begun: dict[str, Any] | None = None  # the last begin
     attempt: int = 0
     versions: list[dict[str, Any]] = field(default_factory=list)  # commit records
     steps: list[object] = field(default_factory=list)  # what the begin of each said
@@ -51,15 +53,14 @@ class LineFold:
         """Fold one record; ``ViolationError`` if it is illegal."""
         record: dict[str, Any] = json.loads(data)
         where = f"record {self.length} ({record['kind']})"
-        _require(record["seq"] == self.length, f"{where} has number {record['seq']}")
-        _require(record["prev"] == self.last_sha256, f"{where} does not follow the one before")
+        self._check_place(record)
         kind, pending = record["kind"], self.open
         if kind == "begin":
             _require(pending is None, f"{where}: a transaction is open")
             _require(record["version"] == len(self.versions), f"{where} begins version {record['version']}")
             root = record["base"] and record["base"]["root"]
             _require(root == (self.versions[-1]["root"] if self.versions else None), f"{where}: base is not the head")
-            self.open, self.attempt = record, 0
+            self.open, self.begun, self.attempt = record, record, 0
         else:
             _require(pending is not None and pending["txid"] == record["txid"], f"{where}: it is not open")
             assert pending is not None
@@ -75,9 +76,17 @@ class LineFold:
             else:
                 _require(kind == "abort", f"{where} is of no known kind")
                 self.open = None
+        self._went_on(data)
+        return record
+
+    def _check_place(self, record: dict[str, Any]) -> None:
+        where = f"record {self.length} ({record['kind']})"
+        _require(record["seq"] == self.length, f"{where} has number {record['seq']}")
+        _require(record["prev"] == self.last_sha256, f"{where} does not follow the one before")
+
+    def _went_on(self, data: bytes) -> None:
         self.length += 1
         self.last_sha256 = hashlib.sha256(data).hexdigest()
-        return record
 
 
 class Judge:
@@ -99,6 +108,7 @@ class Judge:
         self._held: tuple[int, MemoryTarget] | None = None
         self._markers: dict[str, tuple[bytes, int | None]] = {}
         self.on_group_record: Callable[[str, int, bytes], None] = lambda group, seq, data: None
+        self.slices: SliceJudge | None = None
 
     # ------------------------------------------------------------------ objects
 
@@ -115,14 +125,23 @@ class Judge:
                 self._committed()
         elif key.startswith("groups/") and "/log/" in key and key.rpartition("/")[2][:20].isdecimal():
             self.on_group_record(key.split("/")[1], int(key.rpartition("/")[2][:20]), data)
+        elif self.slices is not None and key.startswith("versions/"):
+            self.slices.on_object(key, data)
+
+    def on_delete(self, key: str) -> None:
+        """Look at an object that is about to be deleted."""
+        _require(key not in self.objects, f"{key} is deleted, and nobody has let go of anything")
 
     def _committed(self) -> None:
         """Check a version that has just become visible: it holds what its writer meant."""
         record, number = self.line.versions[-1], len(self.line.versions) - 1
-        attempt = record["txid"], record["attempt"]
-        _require(attempt in self.intents, f"main@{number}: nobody has meant to commit it")
-        _require(attempt not in self.lost, f"main@{number} is committed, and its writer was told that it was not")
-        state = self.intents[attempt]
+        begun = self.line.begun
+        assert begun is not None
+        self._require_not_lost(f"main@{number}", record)
+        if self.slices is not None and begun["layout"] is not None:
+            state = self.slices.committed(record, begun)
+        else:
+            state = self._meant(f"main@{number}", record)
         self.states.append(state)
         self.trees.append(None)
         before = [step for step in self.line.steps[:-1] if step == self.line.steps[-1]]
@@ -131,6 +150,17 @@ class Judge:
             self._read(number, state)
         except DcrError as error:
             raise ViolationError(f"main@{number} cannot be read: {error}") from error
+
+    def _require_not_lost(self, name: str, record: dict[str, Any]) -> None:
+        attempt = record["txid"], record["attempt"]
+        _require(attempt not in self.lost, f"{name} is committed, and its writer was told that it was not")
+
+    def _meant(self, name: str, record: dict[str, Any]) -> State:
+        """Return what the writer of a version meant to commit."""
+        self._require_not_lost(name, record)
+        attempt = record["txid"], record["attempt"]
+        _require(attempt in self.intents, f"{name}: nobody has meant to commit it")
+        return self.intents[attempt]
 
     def _read(self, number: int, state: State) -> None:
         located = self.located(number)

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from sim import cuts
 from sim.objects import PlainObjects
 from states import tree, write_hf
 
 from dcr_store.format import canonical
 from dcr_store.format.documents import StoreDocument
 from dcr_store.format.names import STORE_KEY
+from dcr_store.layout import slices
 from dcr_store.store import Store
 from dcr_store.versions.catalog import Catalog
 
@@ -23,14 +25,15 @@ State = dict[str, np.ndarray[Any, Any]]
 CHUNK_ELEMENTS: Final = 64
 N_STEPS: Final = 6
 N_VARIANTS: Final = 3
+N_KEPT: Final = 4
 
 
-def _states() -> dict[tuple[int, int], State]:
+def _states(n_steps: int = N_STEPS, another_layout: int = 4) -> dict[tuple[int, int], State]:
     """Return the state of each step as each start of the trainer computes it: they differ in a few elements."""
     rng = np.random.default_rng(0)
     a, b = rng.integers(0, 1 << 16, 110, np.uint16), rng.integers(0, 1 << 8, 40, np.uint8)
     states: dict[tuple[int, int], State] = {}
-    for step in range(N_STEPS):
+    for step in range(n_steps):
         a, b = a.copy(), b.copy()
         a[rng.integers(0, 110, 6)] ^= 1
         b[rng.integers(0, 40, 1)] ^= 0 if step == 3 else 3
@@ -38,12 +41,13 @@ def _states() -> dict[tuple[int, int], State]:
             own = a.copy()
             own[:3] ^= variant
             states[step, variant] = {"a": own, "b": b}
-            if step == 4:
-                states[step, variant]["c"] = np.arange(9, dtype=np.uint8)  # another layout
+            if step == another_layout:
+                states[step, variant]["c"] = np.arange(9, dtype=np.uint8)
     return states
 
 
 STATES: Final = _states()
+LONGER: Final = _states(9, 6)  # of a run whose history is kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +95,49 @@ def short() -> Library:
         for name, array in STATES[0, 0].items():
             transaction.write(name, array)
     return _library(store, objects, [STATES[0, 0]], [None])
+
+
+def sliced() -> Library:
+    """One version of the model that several writers publish."""
+    store, objects = _new_store()
+    with store, store.begin(metadata={"step": 0}, owner="library") as transaction:
+        for name, array in cuts.STATES[0, 0].items():
+            transaction.write(name, array)
+    return _library(store, objects, [cuts.STATES[0, 0]], [None])
+
+
+def kept() -> Library:
+    """Four versions: two checkpoints that share a file's header, one of two writers that overwrite, tensors."""
+    store, objects = _new_store()
+    root = Path(tempfile.mkdtemp(prefix="dcr-sim-library-"))
+    states = [LONGER[step, 0] for step in range(N_KEPT)]
+    trees: list[dict[str, bytes] | None] = [None] * N_KEPT
+    with store, Store(objects, store._document, store._catalog.store_sha256) as other:
+        for step, state in enumerate(states):
+            if step == 2:
+                _write_together(store, other, state, step)
+                continue
+            with store.begin(metadata={"step": step}, owner="library") as transaction:
+                if step < 2:
+                    directory = write_hf(root / str(step), state, 1, 0)
+                    transaction.write_checkpoint(directory)
+                    trees[step] = tree(directory)
+                else:
+                    for name, array in state.items():
+                        transaction.write(name, array)
+    shutil.rmtree(root)
+    return _library(store, objects, states, trees)
+
+
+def _write_together(store: Store, other: Store, state: State, step: int) -> None:
+    """Publish a version by two writers, of which the one overwrites what it does not know the base of."""
+    tensors = {name: (f"U{8 * array.itemsize}", array.shape) for name, array in state.items()}
+    first = store.begin(metadata={"step": step}, owner="library", writers=("w0", "w1"), tensors=tensors)
+    second = other.join(first.txid, writer="w1", timeout_s=5)
+    first.write_slice(state["a"], slices.whole("a", *tensors["a"]))
+    second.write_residual("b", state["b"], 0)
+    second.seal()
+    first.commit(timeout_s=5)
 
 
 def long() -> Library:

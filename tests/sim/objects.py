@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from dcr_store.ports import Bytes
 
+EPOCH_S = 1_700_000_000
 POLICY = RetryPolicy(deadline_s=1.0, unreachable_s=0.5, first_delay_s=0.1, longest_delay_s=0.4)
 
 
@@ -27,6 +28,7 @@ class Bucket:
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         self.objects = objects
+        self.stored_at: dict[str, float] = {}  # by the store's own clock; what is older has no time here
         self.put_at: dict[str, int] = {}  # step of the first put, for listings that lag
         self.late: list[tuple[int, Callable[[], object]]] = []
 
@@ -108,12 +110,17 @@ class SimObjects:
 
     def _list(self, prefix: str) -> dict[str, int]:
         found = {key: len(data) for key, data in self.world.bucket.objects.items() if key.startswith(prefix)}
-        return dict(sorted((key, nbytes) for key, nbytes in found.items() if not self.world.fates.lags(key)))
+        fates = self.world.fates
+        seen = dict(sorted((key, nbytes) for key, nbytes in found.items() if _is_name(key) or not fates.lags(key)))
+        if self.world.judge.slices is not None:
+            self.world.judge.slices.on_list(self.actor, prefix, seen)
+        return seen
 
     # ------------------------------------------------------------------ the port
 
     def get(self, key: str, start: int = 0, stop: int | None = None, **hints: object) -> bytes:
-        check_key(key)
+        if key not in self.world.bucket.objects:  # those have been checked
+            check_key(key)
         check_range(key, start, stop)
         data: bytes = retrying(
             POLICY, "get", key, lambda: self._request("get", key, lambda: self._get(key, start, stop))
@@ -146,6 +153,10 @@ class SimObjects:
     def list_names(self, prefix: str) -> Sequence[str]:
         return sorted({key[len(prefix) :].partition("/")[0] for key in self.list(prefix)})
 
+    def dated(self, prefix: str) -> dict[str, tuple[int, float]]:
+        stored_at = self.world.bucket.stored_at
+        return {key: (nbytes, stored_at.get(key, EPOCH_S)) for key, nbytes in self.list(prefix).items()}
+
     def size(self, key: str) -> int | None:
         check_key(key)
         objects = self.world.bucket.objects
@@ -159,4 +170,11 @@ class SimObjects:
 
     def delete(self, key: str) -> None:
         check_key(key)
-        retrying(POLICY, "delete", key, lambda: self._request("delete", key, lambda: self.world.remove_object(key)))
+        # A name may be given again after it was taken away; all other keys are deleted for good, however late.
+        what = "take away" if _is_name(key) else "delete"
+        retrying(POLICY, what, key, lambda: self._request(what, key, lambda: self.world.remove_object(key)))
+
+
+def _is_name(key: str) -> bool:
+    """Whether a key is that of a tag or a pin."""
+    return key.startswith(("tags/", "pins/"))

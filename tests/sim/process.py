@@ -27,6 +27,7 @@ from typing import Any, Final, Self
 import numpy as np
 from sim import disk
 from sim.memory import Memory
+from sim.objects import EPOCH_S
 from sim.scheduler import Killed, Scheduler
 
 import dcr_store
@@ -35,11 +36,13 @@ from dcr_store.codec import chunk, kernels, portable
 from dcr_store.format import canonical, groups, records
 from dcr_store.format.documents import JournalEntry, Manifest, StoreDocument
 from dcr_store.format.groups import Ack
+from dcr_store.layout import pieces
 from dcr_store.layout.dtypes import uint_dtype
 from dcr_store.layout.layout import Layout
 from dcr_store.log import checkpoints, fold, group_fold, line
 from dcr_store.payload import contributions, shard, version
-from dcr_store.publish import state
+from dcr_store.publish import ownership, slice_writer, state, waiting
+from dcr_store.publish.ownership import Ownership
 from dcr_store.receive import structure
 from dcr_store.targets import own_directories, safetensors_file
 from dcr_store.targets.file_map import FileMap
@@ -53,7 +56,6 @@ _UNUSED: Final = (
     "dcr_store.receive.native_bringer",
     "dcr_store.targets.native",
 )
-_EPOCH_S: Final = 1_700_000_000
 _N_PATHS: Final = 20_000
 
 
@@ -127,7 +129,7 @@ class Environment:
 
     def __init__(self) -> None:
         self.scheduler: Scheduler | None = None
-        self.rng = Random(0)
+        self.rng = Random("libraries")  # that of no seed: else its first transaction has the name of one there
         self.own: set[str] = set()
 
     # time, random, secrets, datetime.datetime
@@ -151,7 +153,10 @@ class Environment:
         return f"{self.rng.getrandbits(8 * nbytes):0{2 * nbytes}x}"
 
     def now(self, zone: datetime.timezone) -> datetime.datetime:
-        return datetime.datetime.fromtimestamp(_EPOCH_S + self.monotonic(), zone)
+        return datetime.datetime.fromtimestamp(EPOCH_S + self.monotonic(), zone)
+
+    def fromisoformat(self, text: str) -> datetime.datetime:
+        return datetime.datetime.fromisoformat(text)
 
     # publish.opening.LIVE
 
@@ -173,6 +178,11 @@ class Environment:
 
 ENVIRONMENT: Final = Environment()
 _look_for_store: Final = own_directories.holds_store
+_COUNTED: Final = {
+    "publish.resealed": "sealed again",
+    "slices.read": "slices read",
+    "slices.healed": "slices healed",
+}
 _STEPS: Final = ("baseline.chunk.", "baseline.space.", "baseline.noted")
 
 
@@ -183,6 +193,8 @@ def _scratch(space: str, chunk_elements: int, name: str = "") -> Any:
 
 def _reached(name: str, detail: str = "") -> None:
     scheduler = ENVIRONMENT.scheduler
+    if name in _COUNTED and disk.CALLS.world is not None:
+        disk.CALLS.world.count(_COUNTED[name])
     if scheduler is not None and name.startswith(_STEPS) and scheduler.current is not None:
         scheduler.step(name)
 
@@ -224,6 +236,27 @@ def _in_chunks() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return encode_delta, apply_chunk
 
 
+def _in_pieces() -> dict[int, Any]:
+    """Return what stand in for functions of slices, by their identity: pure ones, of bits that do not stay."""
+
+    def encoded_whole(codec: Any, piece: Any, new: bytes, n: int) -> Any:
+        return encode_all(codec, piece, np.frombuffer(new, uint_dtype(piece.space)), n)
+
+    def encode_whole(codec: Any, piece: Any, new: Any, n: int) -> Any:
+        return of_anchors(codec, piece, new.tobytes(), n)
+
+    encode_all = slice_writer.encode_whole
+    of_anchors = Memory(encoded_whole)
+    cut = pieces.pieces
+    return {
+        id(encode_all): encode_whole,
+        id(cut): Memory(
+            lambda mapped, layout, n: tuple(cut(mapped, layout, n)),
+            lambda mapped, layout, n: (mapped.digest, id(layout), n),
+        ),
+    }
+
+
 def _remembered() -> dict[int, Any]:
     """Return what stands in for pure functions, by their identity; class methods are replaced at once."""
     for owner, name in (
@@ -235,6 +268,7 @@ def _remembered() -> dict[int, Any]:
     ):
         setattr(owner, name, Memory(getattr(owner, name)))
     FileMap.of = Memory(FileMap.of, lambda layout, files: (id(layout), *((path, row.raw) for path, row in files)))  # type: ignore[method-assign]
+    Ownership.from_bytes = Memory(Ownership.from_bytes, lambda data, key: (data,))  # type: ignore[method-assign]
     occupied = Memory(Layout.occupied, lambda layout, *place: (id(layout), *place))
     Layout.occupied = lambda *arguments: occupied(*arguments).copy()  # type: ignore[method-assign]
     return {
@@ -251,6 +285,10 @@ def _remembered() -> dict[int, Any]:
             (fold.apply, _of_line),
             (group_fold.apply, _of_group),
             (version.sealed_partitions, lambda manifest, entry: (id(manifest), id(entry))),
+            (
+                ownership.ones_of,
+                lambda layout, boxes, n: (id(layout), n, *((name, *items) for name, items in boxes.items())),
+            ),
             (version._tables, lambda manifest, layout, n, stored: (id(manifest), id(layout), n, *stored.items())),
         )
     }
@@ -328,10 +366,12 @@ def install() -> None:
         id(state.encode_delta): encode_delta,
         id(_look_for_store): _holds_store,
         **_remembered(),
+        **_in_pieces(),
     }
     portable.DeltaCodec.apply = staticmethod(apply_chunk)  # type: ignore[assignment]
     events.reached, events.progress = _reached, _progress
     line.CHECKPOINT_VERSIONS = 3  # type: ignore[misc]
+    waiting._FIRST_DELAY_S = 0.1  # type: ignore[misc]
     if hasattr(typing, "_get_protocol_attrs") and sys.version_info < (3, 12):  # later ones remember it themselves
         typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
     for name, module in list(sys.modules.items()):

@@ -17,9 +17,9 @@ from typing import Final, NoReturn
 from sim.disk import CALLS, Disk, release, remove_tree
 from sim.judge import Judge
 from sim.library import Library
-from sim.objects import Bucket, PlainObjects, SimObjects
+from sim.objects import EPOCH_S, Bucket, PlainObjects, SimObjects
 from sim.process import ENVIRONMENT
-from sim.scheduler import Actor, Killed, Scheduler
+from sim.scheduler import Actor, Killed, Scheduler, ViolationError
 
 from dcr_store.format import canonical
 from dcr_store.format.documents import StoreDocument
@@ -41,6 +41,8 @@ class Role:
     n_incarnations: int = 0
     newest: Actor | None = None
     is_done: bool = False
+    may_leave: bool = False  # for good, before it is done
+    has_left: bool = False
     actors: set[Actor] = field(default_factory=set)
 
     def has_successor(self, actor: Actor) -> bool:
@@ -71,13 +73,15 @@ class Fates:
         self._cut_until: dict[Actor, float] = {}
         self._lagging_until = 0
 
+    def is_due(self, n_steps: int) -> bool:
+        """Whether a step meets a fault."""
+        return bool(self._due) and n_steps >= self._due[-1]
+
     def draw(self) -> str | None:
-        """Return the fault that this step meets, if any; those of requests and writes wait for the next of these."""
-        if not self._due or self.world.scheduler.n_steps < self._due[-1]:
-            return None
+        """Return the fault that is due, if any now; those of requests and writes wait for the next of these."""
         self._due.pop()
         kind = self.rng.choices(self._kinds, self._weights)[0]
-        if kind in ("crash", "sleep", "power", "rot"):
+        if kind in ("crash", "sleep", "power", "rot", "gone", "twin"):
             return kind
         if kind == "lag":
             self.world.count("lag")
@@ -87,10 +91,10 @@ class Fates:
             # Mostly of weights: few of the others are worth much.
             awaits: tuple[str, ...] = ("pwritev",) if self.rng.random() < 0.8 else ("pwritev", "pwrite")
         elif kind in ("refused", "cut"):
-            awaits = ("get", "put", "create", "list", "size", "read back")
+            awaits = ("get", "put", "create", "list", "size", "read back", "delete", "take away")
         else:
             # What becomes of a conditional put is what the protocols turn on.
-            awaits = ("create",) if self.rng.random() < 0.6 else ("put", "create")
+            awaits = ("create",) if self.rng.random() < 0.6 else ("put", "create", "delete")
         self._waiting.append((kind, awaits))
         return None
 
@@ -104,6 +108,8 @@ class Fates:
 
     def of_request(self, actor: Actor, name: str) -> str | None:
         """Return what becomes of a request to the object store: None if it succeeds."""
+        if not (self._waiting or self._cut_until):
+            return None
         clock = self.world.scheduler.clock
         until = self._cut_until.get(actor)
         if until is not None:
@@ -140,6 +146,7 @@ class World:
         self.bucket = Bucket(dict(library.objects))
         self.judge = Judge(library, self.bucket.objects)
         self.is_local = self.rng.random() < 0.5
+        self.has_coarse_times = False  # whole seconds, as of S3
         self.root = str(root)
         self.disks: list[Disk] = []
         self.roles: list[Role] = []
@@ -149,9 +156,9 @@ class World:
         store = library.objects[STORE_KEY]
         self._document, self.sha256 = StoreDocument.from_bytes(store), canonical.sha256(store)
 
-    def add_host(self, *, has_files: bool = True) -> Disk:
+    def add_host(self, kind: type[Disk] = Disk, *, has_files: bool = True) -> Disk:
         """Return a new host; one without files is there to lose power only."""
-        disk = Disk(Path(self.root) / f"{len(self.disks)}", has_files=has_files)
+        disk = kind(Path(self.root) / f"{len(self.disks)}", has_files=has_files)
         if has_files:
             self.disks.append(disk)
         return disk
@@ -202,12 +209,27 @@ class World:
     def store_object(self, key: str, data: bytes) -> None:
         before = self.bucket.objects.get(key)
         self.bucket.objects[key] = data
+        self.bucket.stored_at[key] = self.now()
         if before is None:
             self.bucket.put_at[key] = self.scheduler.n_steps
-        self.judge.on_put(key, data, before)
+        try:
+            self.judge.on_put(key, data, before)
+        except ViolationError as error:
+            self.scheduler.fail(error)  # at once: whoever put it may still abort, and let others run
+            raise
 
     def remove_object(self, key: str) -> None:
+        try:
+            self.judge.on_delete(key)
+        except ViolationError as error:
+            self.scheduler.fail(error)
+            raise
         self.bucket.objects.pop(key, None)
+
+    def now(self) -> float:
+        """Return the time by the object store's own clock, as it tells it of objects."""
+        now = EPOCH_S + self.scheduler.clock
+        return float(int(now)) if self.has_coarse_times else now
 
     def put_off(self, effect: Callable[[], object]) -> None:
         """Let a request take effect later."""
@@ -247,18 +269,25 @@ class World:
                 self.judge.look_at(disk)
         if label == "baseline.noted":
             self.judge.look_at_baseline(str(Path(self._role_of[actor].host.root, "baseline")))
-        kind = self.fates.draw()
-        if kind is None:
+        if not self.fates.is_due(scheduler.n_steps) or (kind := self.fates.draw()) is None:
             return
-        self.count(kind)
         role = self._role_of[actor]
-        if kind == "crash":
+        if kind == "gone" and not role.may_leave:
+            kind = "crash"
+        self.count(kind)
+        if kind == "gone":
+            role.is_done = role.has_left = True
+            self.die()
+        elif kind == "crash":
             self.die()
         elif kind == "sleep":
             actor.wake_at = scheduler.clock + self.rng.choice([0.5, 1.5, 4.0, 8.0])
             if actor is role.newest and not role.is_done:
                 self._start(role, self.rng.uniform(*role.restart_s))
             scheduler.step("asleep")
+        elif kind == "twin":
+            if actor is role.newest and not role.is_done:  # believed dead, and not even asleep
+                self._start(role, self.rng.uniform(0.0, 0.05))
         elif kind == "rot":
             role.host.rot(self.rng)
         else:

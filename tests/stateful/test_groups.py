@@ -8,6 +8,7 @@ really prepared. Processes are `Member` objects, each with a port of its own tha
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from log_records import STORE_SHA256, Writer, holding_store
 from watched import Watched
 
 from dcr_store.errors import ConflictError, FencedError, OutcomeUnknownError, StorageError
+from dcr_store.format.documents import StoreDocument
 from dcr_store.format.groups import Ack, GroupVersion, Policy, VersionRoot
 from dcr_store.log.group import GroupLog
 from dcr_store.objects.open import open_objects
@@ -85,7 +87,7 @@ class Process:
     def __init__(self, machine: GroupMachine, name: str) -> None:
         self._machine = machine
         self.port = Port(machine.objects, machine.late)
-        catalog = Catalog(self.port, None, STORE_SHA256)  # type: ignore[arg-type]
+        catalog = Catalog(self.port, StoreDocument("0" * 32, "dcr.delta", 8, "2026-01-01T00:00:00Z"), STORE_SHA256)
         self.member = Member(catalog, "eu", name, clock=lambda: machine.now_s)
         self.wanted = Wanted(None, None)
         self.is_over = False
@@ -333,5 +335,8 @@ class GroupMachine(RuleBasedStateMachine):
 
 TestGroups = GroupMachine.TestCase
 TestGroups.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=int(os.environ.get("DCR_EXAMPLES", "30")),
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )

@@ -10,6 +10,7 @@ import gc
 import itertools
 import math
 import os
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,8 @@ NUMPY = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 NAMES = ("w0", "w1", "w2", "w3")
+MAPPED = ("w0", "w2")  # have their baselines in files, which outlive their processes
+MEMORY = "/dev/shm"
 State = dict[str, np.ndarray[Any, Any]]
 
 
@@ -186,6 +189,7 @@ class JointMachine(RuleBasedStateMachine):
         self.alone = dcr_store.create(f"{url}-alone", codec=codec, chunk_elements=CHUNK_ELEMENTS)
         self.url = url
         self.stores: dict[str, Store] = {}
+        self.directory = tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else None)
         self.shapes = SHAPES
         self.state = random_state(self.shapes, seed)
         self.model: list[State] = []
@@ -213,7 +217,8 @@ class JointMachine(RuleBasedStateMachine):
 
     @rule(writer=st.sampled_from(NAMES))
     def end_a_process(self, writer: str) -> None:
-        self.stores.pop(writer, None)
+        if writer in self.stores:
+            self.stores.pop(writer).close()
 
     @rule(ending=st.sampled_from(["abort", "commit"]))
     def publish_alone(self, ending: str) -> None:
@@ -267,11 +272,12 @@ class JointMachine(RuleBasedStateMachine):
     def _enter(self, writer: str, writers: tuple[str, ...], writes: list[Write]) -> SliceTransaction:
         told = [item.announced for item in writes if item.writer == writer] if self.announces[writer] else None
         store = self._store_of(writer)
+        baseline = self.directory.name if writer in MAPPED else None
         if writer == writers[0]:
-            return store.begin(writers=writers, tensors=self.shapes, slices=told, owner="run")
+            return store.begin(writers=writers, tensors=self.shapes, slices=told, owner="run", baseline=baseline)
         pending = store._catalog.log("main").refresh().open
         assert pending is not None
-        return store.join(pending.txid, writer=writer, slices=told, timeout_s=5)
+        return store.join(pending.txid, writer=writer, slices=told, baseline=baseline, timeout_s=5)
 
     def _crash(
         self,
@@ -292,7 +298,7 @@ class JointMachine(RuleBasedStateMachine):
             open_[victim].seal()
         open_.pop(victim)._close()
         gc.collect()
-        self.stores.pop(victim, None)
+        self.stores.pop(victim).close()
         open_[victim] = self._enter(victim, writers, writes)
         for index in own:
             if sealed or index in written:
@@ -374,6 +380,9 @@ class JointMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "model"):
+            for store in self.stores.values():
+                store.close()
+            self.directory.cleanup()
             report = self.store.verify(deep=True)
             assert report.ok, report.problems
             for number, state in enumerate(self.model):

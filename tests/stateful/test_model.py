@@ -5,6 +5,7 @@ Whatever happens, every version reads back as it was written, and every pulled d
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -202,5 +203,8 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=25, stateful_step_count=14, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=int(os.environ.get("DCR_EXAMPLES", "12")),
+    stateful_step_count=14,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )

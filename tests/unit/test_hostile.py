@@ -530,7 +530,7 @@ def test_duplicate_keys_in_what_a_store_holds(store: Store) -> None:
 def test_records_of_a_later_release(store: Store) -> None:
     log = store._catalog.log("main")
     key = f"log/main/{log.refresh().length:020d}.json"
-    document = {**json.loads(begin(log.state).to_bytes()), "kind": "fold"}
+    document = {**json.loads(begin(log.state).to_bytes()), "kind": "merge"}
     store._objects.put(key, canonical.encode(document))
     with dcr_store.open(store.url) as other:
         for call in (other.log, lambda: other.read("main@0"), other.begin):
@@ -589,11 +589,20 @@ def test_store_documents(spare: Store, changed: dict[str, Any], match: str) -> N
     assert tree(Path(spare.url)) == before
 
 
+class Newer:
+    """Makes store documents as a later release does."""
+
+    from_bytes = StoreDocument.from_bytes
+
+    def __new__(cls, *fields: Any) -> StoreDocument:  # type: ignore[misc]
+        return StoreDocument(*fields, version=(1, 7))
+
+
 def test_a_newer_minor_version_is_read_and_not_written(sentinel: Path) -> None:
     """A later release made and filled it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dcr_store.format.documents.FORMAT_VERSION", (1, 7))
-        patch.setattr("dcr_store.store.StoreDocument", lambda *fields: StoreDocument(*fields, version=(1, 7)))
+        patch.setattr("dcr_store.store.StoreDocument", Newer)
         with dcr_store.create(sentinel / "store") as store, store.begin() as transaction:
             transaction.write("a", np.arange(3))
     assert json.loads((sentinel / "store" / "dcr.json").read_bytes())["version"] == "1.7"

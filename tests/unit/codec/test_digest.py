@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcr_store.codec.digest import crc32c, crc64, linear, state_root, zeros_digest
+from dcr_store.codec.digest import crc32c, crc64, linear, linear_within, state_root, zeros_digest
 from dcr_store.errors import InvalidInputError
 
 
@@ -114,3 +114,11 @@ def test_state_root_refuses_what_does_not_fit() -> None:
     for layout in ("", "ab", "xy" * 32, "ab" * 33):
         with pytest.raises(InvalidInputError, match="SHA-256"):
             state_root(layout, tables())
+
+
+@pytest.mark.parametrize("n_after", [0, 1, 7, 4096, 4097, (1 << 20) - 1, 3 << 20])
+def test_the_linear_part_of_a_few_bytes_is_that_of_all_of_them(n_after: int) -> None:
+    data = np.frombuffer(np.random.default_rng(n_after).bytes(37), np.uint8)
+    for n_before in (0, 1000):
+        whole = bytes(n_before) + data.tobytes() + bytes(n_after)
+        assert linear_within(data, n_after) == linear(crc64(whole), len(whole))

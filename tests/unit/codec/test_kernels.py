@@ -12,6 +12,7 @@ import pytest
 from unit.codec.chunk_cases import DTYPES, big_masks, masks
 
 from dcr_store.codec import chunk, kernels, kernels_numpy
+from dcr_store.codec.digest import crc64, linear
 from dcr_store.errors import FormatError, InvalidInputError
 
 numba = pytest.importorskip("numba")
@@ -54,6 +55,7 @@ def check_kernels(what: str, mask: np.ndarray[Any, Any], rng: np.random.Generato
         nonsense = np.where(rng.random(len(high)) < 0.3, 255, rng.integers(0, 256, len(high))).astype(np.uint8)
         lasts = [module.join_gaps(nonsense, low, n, k)[1] for module in (kernels_numpy, kernels_numba)]
         assert lasts[0] == lasts[1]
+    assert same(what, "digest_sparse", positions, values, n_elements) == linear(crc64(mask), mask.nbytes), what
     bitmap = same(what, "pack_flags", positions, n_elements)
     assert np.array_equal(same(what, "find_flags", bitmap, n_elements), positions)
     codes, escaped = same(what, "pack_values", values)

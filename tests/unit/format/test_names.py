@@ -81,6 +81,15 @@ def test_version_references(text: str, line: str, number: int | None, prefix: st
     assert VersionRef.parse(text) == VersionRef(line, number, prefix)
 
 
+def test_references_by_tag_and_by_stamp() -> None:
+    assert VersionRef.parse("main@best-1.0") == VersionRef("main", None, None, "best-1.0")
+    assert VersionRef.parse("main@x") == VersionRef("main", None, None, "x")
+    assert VersionRef.parse("main@42#deadbeef") == VersionRef("main", 42, "deadbeef")
+    for text in ("main@42#", "main@42#dead", "main#deadbeef", "main@best#deadbeef", "main@42#deadbeefX"):
+        with pytest.raises(InvalidInputError, match="is no version"):
+            VersionRef.parse(text)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -98,7 +107,6 @@ def test_version_references(text: str, line: str, number: int | None, prefix: st
         None,
         1,
         b"main",
-        "main@x",
         "main@ 1",
         "x" * 10_000,
     ],

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from states import series
 
 import dcr_store
-from dcr_store.history.diff import largest_step
+from dcr_store.history.steps import has_steps, histogram, steps
 from dcr_store.layout.dtypes import DTYPES, uint_dtype
 from dcr_store.payload.shard import index_nbytes
 from dcr_store.store import Store
@@ -51,6 +51,10 @@ def place(dtype: str, bits: int) -> int:
     return -magnitude - 1 if bits >= 1 << (n_bits - 1) else magnitude
 
 
+def largest_step(dtype: str, old: Any, new: Any) -> int:
+    return int(steps(dtype, old, new).distance.max(initial=0))
+
+
 def test_every_dtype_has_a_case() -> None:
     assert {*FLOATS, *SIGNED, *UNSIGNED, *PACKED, *COMPLEX} == set(DTYPES)
 
@@ -65,8 +69,14 @@ def test_against_the_scalar_reference(dtype: str, data: st.DataObject) -> None:
     values = st.sampled_from(edges) | st.integers(0, top)
     pairs = data.draw(st.lists(st.tuples(values, values), min_size=1, max_size=8))
     old, new = (np.array(side, np.uint64).astype(uint_dtype(row.space)) for side in zip(*pairs, strict=True))
-    expected = max(abs(place(dtype, a) - place(dtype, b)) for a, b in pairs)
-    assert largest_step(dtype, old, new) == expected
+    expected = [place(dtype, b) - place(dtype, a) for a, b in pairs if a != b]
+    found = steps(dtype, old, new)
+    assert found.distance.tolist() == [abs(step) for step in expected]
+    assert found.is_up.tolist() == [step > 0 for step in expected]
+    counts = [0] * 64
+    for step in expected:
+        counts[abs(step).bit_length() - 1] += 1
+    assert histogram(found.distance).tolist() == counts
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -132,7 +142,8 @@ def test_complex_values_are_two_reals(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", PACKED)
 def test_packed_values_have_no_step(dtype: str) -> None:
-    assert largest_step(dtype, np.zeros(3, np.uint8), np.ones(3, np.uint8)) is None
+    assert not has_steps(dtype)
+    assert {dtype for dtype in DTYPES if not has_steps(dtype)} == set(PACKED)
 
 
 def test_nothing_to_compare() -> None:
@@ -258,7 +269,8 @@ def test_json(store: Store) -> None:
         "a": "main@0", "b": "main@1", "changed": 2, "elements": 3,
         "tensors": [
             {"name": "a", "status": "changed", "dtype": "I8", "shape": [3], "elements": 3, "changed": 2,
-             "rate": 2 / 3, "largest_ulp": 2, "nbytes": document["tensors"][0]["nbytes"]}
+             "rate": 2 / 3, "nbytes": document["tensors"][0]["nbytes"], "up": 2, "down": 0, "largest_ulp": 2,
+             "steps": [1, 1], "rows_changed": 2, "top_rows": [{"row": 1, "changed": 1}, {"row": 2, "changed": 1}]}
         ],
     }  # fmt: skip
     assert Fraction(document["tensors"][0]["rate"]).limit_denominator(10) == Fraction(2, 3)

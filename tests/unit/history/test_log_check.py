@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,14 @@ from log_records import abort, begin
 
 import dcr_store
 from dcr_store.format import canonical
+from dcr_store.format.copies import DETACHED_KEY
 from dcr_store.format.names import checkpoint_key, hint_key, record_key
+from dcr_store.format.ranges import Ranges
+from dcr_store.format.records import Expire, Intent
 from dcr_store.history.report import Problem
-from dcr_store.log.checkpoints import write_hint
+from dcr_store.log.checkpoints import Hint, read_hint, write_hint
 from dcr_store.log.fold import LineState
+from dcr_store.log.line import next_fields
 from dcr_store.store import Store
 
 
@@ -110,6 +115,27 @@ def test_a_legal_record_that_the_hint_does_not_know(store: Store) -> None:
     assert problems(store) == []
 
 
+def test_versions_to_which_no_way_leads(store: Store) -> None:
+    """All objects and records are sound: a broken client has let go of a delta that was needed."""
+    store.fork("main@8", "exp")
+    with store.begin("exp") as transaction:
+        transaction.write("a", np.full(10, 99))
+    store.anchor("main@6")
+    log = store._catalog.log("main")
+    log.append(
+        lambda state: Intent(**next_fields(state), txid="0" * 32, purpose="expire", owner="x", versions=Ranges.of([2]))
+    )
+    log.append(
+        lambda state: Expire(
+            **next_fields(state), txid="0" * 32, versions=Ranges.of([2]), deltas=Ranges.of([2, 4]), edges=()
+        )
+    )
+    for depth in ("log", "objects", "replay"):
+        found = dcr_store.open(store.url).verify(depth=depth).problems  # type: ignore[arg-type]
+        assert {problem.key for problem in found} == {"main@3", "main@4", "main@5"}
+        assert all("no path leads" in problem.what for problem in found)
+
+
 def test_derived_documents(store: Store) -> None:
     objects = store._objects
     for key in (hint_key("main"), checkpoint_key("main", 16)):
@@ -144,3 +170,55 @@ def test_foreign_objects_are_told_apart(store: Store) -> None:
     report = store.verify()
     assert report.ok
     assert report.unreferenced == ["notes/todo.txt"]
+
+
+HINTS: dict[str, Callable[[Hint], Hint]] = {
+    "a record that is none": lambda hint: replace(hint, tail=(b"{}", *hint.tail[1:])),
+    "a record written otherwise": lambda hint: replace(hint, tail=(hint.tail[0][:-1] + b" }", *hint.tail[1:])),
+    "a tail too short": lambda hint: replace(hint, tail=hint.tail[1:]),
+    "a tail too long": lambda hint: replace(hint, tail=(*hint.tail, hint.tail[-1])),
+    "a checkpoint past the end": lambda hint: replace(hint, checkpoint=hint.length + 1, tail=()),
+    "an earlier end that never was": lambda hint: replace(hint, length=hint.length - 1, tail=()),
+}
+
+
+@pytest.mark.parametrize("what", HINTS)
+def test_a_hint_that_is_whole_and_not_of_this_log(store: Store, what: str) -> None:
+    hint = read_hint(store._objects, "main")
+    assert hint is not None
+    assert len(hint.tail) == 2, "one version since the checkpoint"
+    told = HINTS[what](hint)
+    state = LineState("main", told.length, told.last_sha256)
+    write_hint(store._objects, state, told.checkpoint, told.tail)
+    assert read_hint(store._objects, "main") == told
+    assert [key for key in keys(store) if "checkpoints" not in key] == [hint_key("main")], "the records are right"
+    write_hint(store._objects, LineState("main", hint.length, hint.last_sha256), hint.checkpoint, hint.tail)
+    assert keys(store) == []
+
+
+def test_an_older_hint_is_right(store: Store) -> None:
+    older = store._objects.get(hint_key("main"))
+    with store.begin() as transaction:
+        transaction.write("a", np.full(10, 99))
+    store._objects.put(hint_key("main"), older)
+    assert keys(store) == []
+
+
+def test_a_record_that_its_successor_contradicts_is_to_blame_and_not_the_hint(store: Store) -> None:
+    key = record_key("main", 16)  # in the hint's tail
+    store._objects.put(key, store._objects.get(key).replace(b'"main"', b'"mein"'))
+    assert key in keys(store)
+    assert hint_key("main") not in keys(store)
+
+
+def test_what_says_that_a_copy_was_detached_is_read(store: Store) -> None:
+    url = f"memory://{secrets.token_hex(8)}"
+    store.copy_to(url)
+    with dcr_store.open(url) as copy:
+        assert keys(copy) == []
+        copy.detach()
+        assert keys(copy) == []
+        sound = copy._objects.get(DETACHED_KEY)
+        for wrong in (b"", b"{}", sound[:-2], sound.replace(b"created_at", b"deleted_at")):
+            copy._objects.put(DETACHED_KEY, wrong)
+            assert keys(copy) == [DETACHED_KEY]

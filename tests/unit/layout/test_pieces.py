@@ -69,7 +69,7 @@ def test_pieces_hold_each_value_of_the_slice_once_at_its_place(mapped: AffineMap
 
 
 @given(st.integers(0, 1 << 30), st.sampled_from([64, 256, 1024]))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_pieces_of_any_slices(seed: int, chunk_elements: int) -> None:
     rng = np.random.default_rng(seed)
     mapped = slices.permuted(

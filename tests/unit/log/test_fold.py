@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from log_records import COUNTS, TIME, abort, apply, begin, commit, digits, empty, resume
+from log_records import COUNTS, TIME, abort, apply, begin, commit, digits, empty, origin, resume
 
 from dcr_store.errors import IntegrityError
 from dcr_store.format.documents import Base
 from dcr_store.format.fields import Fields
 from dcr_store.format.records import Record
+from dcr_store.format.rows import VersionRow
 from dcr_store.log import fold
-from dcr_store.log.fold import LineState, OpenTransaction, VersionRow
+from dcr_store.log.fold import LineState, OpenTransaction
 
 Make = Callable[[LineState], Record]
 
@@ -80,6 +81,8 @@ ILLEGAL: list[tuple[str, Make, str]] = [
     ("one, open", lambda s: commit(s, version=0), "it commits another version"),
     ("open", lambda s: commit(s, base=OTHER), "its base is another one"),
     ("one, open", lambda s: commit(s, base=OTHER), "its base is another one"),
+    ("one", lambda s: origin(s, ONE.rows[0], parent="other"), "a line comes from another one by its first record"),
+    ("start", lambda s: origin(s, ONE.rows[0]), "a line cannot come from itself"),
 ]
 
 
@@ -112,14 +115,15 @@ def test_every_rule_has_a_case() -> None:
     source = inspect.getsource(fold.apply)
     for rule in {rule for *_, rule in ILLEGAL}:
         assert rule in source
-    assert source.count("require(") == len({rule for *_, rule in ILLEGAL}) + 2, "its own line, and that of other kinds"
+    others = 3  # its own line, the rules of maintenance, and that the kind is one of those known
+    assert source.count("require(") == len({rule for *_, rule in ILLEGAL}) + others
 
 
 def test_a_kind_without_a_rule_is_refused() -> None:
     class Other(Record):
         kind = "other"
 
-    record = Other(line="main", seq=1, id="1" * 32, prev=OPEN.last_sha256, created_at=TIME, txid=OPEN.open.txid)  # type: ignore[union-attr]
+    record = Other(line="main", seq=1, id="1" * 32, prev=OPEN.last_sha256, created_at=TIME)
     with pytest.raises(IntegrityError, match="its kind has no rule"):
         fold.apply(OPEN, record, record.to_bytes())
 

@@ -22,6 +22,7 @@ from dcr_store.errors import (
 from dcr_store.format.names import checkpoint_key, hint_key, new_txid, record_key
 from dcr_store.format.records import Begin, Record
 from dcr_store.log import line as line_module
+from dcr_store.log.checkpoints import read_hint, write_hint
 from dcr_store.log.fold import LineState
 from dcr_store.log.line import LineLog
 from dcr_store.objects.open import open_objects
@@ -35,6 +36,10 @@ def objects() -> Watched:
 
 def opened(objects: Watched, line: str = "main") -> LineLog:
     return LineLog(objects, line, STORE_SHA256)
+
+
+def _refuse() -> Record:
+    raise ConflictError("is open", key="main")
 
 
 def publish(log: LineLog, n: int) -> None:
@@ -343,6 +348,10 @@ class TestHintAndCheckpoint:
         publish(log, 23)
         objects.requests.clear()
         assert opened(objects).refresh() == log.state
+        assert len(objects.requests) == 4
+        write_hint(objects, log.state, 32)  # without a tail, as writers may
+        objects.requests.clear()
+        assert opened(objects).refresh() == log.state
         assert len(objects.requests) == 3 + 14 + 1
         assert objects.count("list") == objects.count("list_names") == 0
 
@@ -402,6 +411,72 @@ class TestHintAndCheckpoint:
         objects.put(hint_key("main"), stale)
         assert opened(objects).refresh() == log.state
 
+    @pytest.mark.parametrize("n", [1, 7, 8, 9, 15, 16, 21])
+    def test_opening_takes_four_requests_whatever_came_since_the_checkpoint(self, objects: Watched, n: int) -> None:
+        log = opened(objects)
+        publish(log, n)
+        objects.requests.clear()
+        reopened = opened(objects)
+        assert reopened.refresh() == log.state
+        assert len(objects.requests) <= 4  # hint, checkpoint, last record, none after it
+        publish(reopened, 3)
+        objects.requests.clear()
+        assert opened(objects).refresh() == reopened.state, "whoever opened by it goes on with it"
+        assert len(objects.requests) <= 4
+
+    def test_a_tail_that_is_not_the_log_is_given_up(self, objects: Watched) -> None:
+        from dcr_store.format import canonical
+
+        log = opened(objects)
+        publish(log, 11)
+        hint = read_hint(objects, "main")
+        assert hint is not None
+        assert [canonical.sha256(data) for data in hint.tail][-1] == hint.last_sha256
+        assert len(hint.tail) == 6
+        other = Watched(holding_store(open_objects(f"memory://{secrets.token_hex(8)}/store")))
+        for _ in range(11):
+            log_of_other = opened(other)
+            log_of_other.append(lambda state: begin(state, owner="somebody else"))
+            log_of_other.append(commit)
+        its = read_hint(other, "main")
+        assert its is not None
+        wrong = [
+            hint.tail[1:],
+            hint.tail[:-1],
+            (*hint.tail[:2], *hint.tail[4:]),
+            (*hint.tail[:-1], b"{}"),
+            (*hint.tail[:-1], its.tail[-1]),
+            its.tail,
+            (*hint.tail, begin(log.state).to_bytes()),
+        ]
+        for tail in wrong:
+            write_hint(objects, log.state, 16, tail)
+            assert opened(objects).refresh() == log.state
+        # Whole in itself, with its checkpoint, but not the records that are there.
+        for key in (hint_key("main"), checkpoint_key("main", 16)):
+            objects.put(key, other.get(key))
+        assert opened(objects).refresh() == log.state
+
+    def test_a_tail_that_is_long_is_left_out(self, objects: Watched) -> None:
+        log = opened(objects)
+        log.append(lambda state: begin(state, metadata={"note": "x" * 70_000}))
+        log.append(commit)
+        hint = read_hint(objects, "main")
+        assert hint is not None
+        assert hint.tail == ()
+        assert opened(objects).refresh() == log.state
+
+    def test_a_record_that_lost_its_number_is_in_no_tail(self, objects: Watched) -> None:
+        one, two = opened(objects), opened(objects)
+        one.refresh(), two.refresh()
+        one.append(lambda state: begin(state, owner="one"))
+        with pytest.raises(ConflictError):
+            two.append(lambda state: begin(state) if state.open is None else _refuse())
+        two.append(commit)
+        objects.requests.clear()
+        assert opened(objects).refresh() == two.state
+        assert len(objects.requests) <= 4
+
     def test_hint_and_checkpoint_of_another_line_are_ignored(self, objects: Watched) -> None:
         one, two = opened(objects, "one"), opened(objects, "two")
         publish(one, 8)
@@ -457,8 +532,6 @@ class TestHintAndCheckpoint:
             opened(objects).refresh()
 
     def test_a_hint_that_promises_too_much_is_an_error(self, objects: Watched) -> None:
-        from dcr_store.log.checkpoints import write_hint
-
         log = opened(objects)
         publish(log, 2)
         write_hint(objects, LineState("main", 10**15, "0" * 64), None)

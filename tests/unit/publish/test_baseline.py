@@ -22,7 +22,7 @@ from watched import Watched
 
 import dcr_store
 from dcr_store import events
-from dcr_store.errors import ConflictError, StorageError
+from dcr_store.errors import ConflictError, InvalidInputError, StorageError
 from dcr_store.format import canonical
 from dcr_store.objects.threads import Threads
 from dcr_store.publish.background import Background
@@ -471,8 +471,12 @@ def test_layouts_change_and_change_back(store: Store, directory: Path) -> None:
 
 def test_a_place_that_cannot_be_used(store: Store, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StorageError, match="baseline directory cannot be used"):
+    with pytest.raises(InvalidInputError, match="file: is a file; give a directory"):
         publish(store, 0, tmp_path / "file")
+    with pytest.raises(
+        StorageError, match="baseline directory cannot be used: File name too long; name a writable one"
+    ):
+        publish(store, 0, tmp_path / ("x" * 300))
     assert store._catalog.log("main").refresh().open is None, "nothing was begun"
     publish(store, 0, None)
 
@@ -487,6 +491,22 @@ def test_a_full_disk_at_the_start_keeps_no_lock(store: Store, tmp_path: Path, mo
             publish(store, 0, tmp_path / "baseline")
     publish(store, 0, tmp_path / "baseline")
     check(store, 1)
+
+
+def test_a_store_that_was_closed_goes_on(store: Store) -> None:
+    publish(store, 0, None)
+    tensors = {"w": ("F32", (2,))}
+    with store.begin("joint", writers=["a"], tensors=tensors) as transaction:
+        transaction.write_residual("w", np.zeros(2, np.float32))
+    store.close()
+    store.close()
+    publish(store, 1, None)
+    check(store, 2)
+    with store.begin("joint", writers=["a"], tensors=tensors) as transaction:
+        transaction.write_residual("w", np.ones(2, np.float32))
+    store.close()
+    assert store.read("joint@1")["w"].tolist() == [1, 1]
+    assert store.verify(deep=True).ok
 
 
 def test_temporary_ones_go_away(store: Store) -> None:

@@ -72,6 +72,21 @@ def test_steps_are_counted_in_whole_numbers(store: Any, every: Any) -> None:
         PublishCallback(store, every)
 
 
+def test_what_cannot_publish_is_refused_at_once(store: Any) -> None:
+    from torch import nn
+
+    from dcr_store.publish.callback import PublishCallback
+
+    with pytest.raises(InvalidInputError, match=r"bogus: is no option of publish_module .expected baseline, dtype"):
+        PublishCallback(store, bogus=2)
+    with pytest.raises(InvalidInputError, match=r"store: is no store; open it first.*found '/store'"):
+        PublishCallback("/store")  # type: ignore[arg-type]
+    for call in ("on_step_end", "on_save", "on_train_end"):
+        callback = PublishCallback(store, None if call == "on_save" else 1)
+        with pytest.raises(InvalidInputError, match=r"state: the loop's state .*global_step, found NoneType"):
+            getattr(callback, call)(None, None, None, model=nn.Linear(2, 2))
+
+
 def test_wrappers_are_taken_off(store: Any) -> None:
     from torch import nn
 

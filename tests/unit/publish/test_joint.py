@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import os
+import re
+import secrets
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from ranks import (
+    BF16,
     SHAPES,
     State,
     maps_of,
@@ -20,22 +26,29 @@ from ranks import (
     whole,
     write,
 )
+from watched import Watched
 
 import dcr_store
+from dcr_store import events
+from dcr_store.codec.portable import get_codec
 from dcr_store.errors import (
     ConflictError,
     FencedError,
     IntegrityError,
     InvalidInputError,
     LagError,
+    NotFoundError,
     OutcomeUnknownError,
     StorageError,
 )
 from dcr_store.layout import slices
 from dcr_store.layout.affine_map import AffineMap
+from dcr_store.layout.boxes import Dim, box
+from dcr_store.objects.open import open_objects
 from dcr_store.publish.joint import SliceTransaction
 from dcr_store.publish.seals import SealWatch
-from dcr_store.publish.slice_baseline import SliceBits
+from dcr_store.publish.slice_memory import OwnMemory
+from dcr_store.publish.slice_writer import SliceWriter
 from dcr_store.store import Store
 
 
@@ -150,14 +163,14 @@ def test_slices_of_zeros_are_read_as_zeros_whatever_was_in_memory(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of zeros are stored nowhere: reading a baseline, and healing it, has to make them."""
-    blank = SliceBits.blank
+    take = OwnMemory.take
 
-    def dirty(pieces: Any) -> SliceBits:
-        found = blank(pieces)
-        found.bits.fill(7)
-        return found
+    def dirty(memory: OwnMemory, n_elements: int, dtype: Any) -> Any:
+        bits, room = take(memory, n_elements, dtype)
+        bits.fill(7)
+        return bits, room
 
-    monkeypatch.setattr(SliceBits, "blank", dirty)
+    monkeypatch.setattr(OwnMemory, "take", dirty)
     states = [{name: np.zeros_like(array) for name, array in random_state(0).items()}]
     states += [next_state(states[0], 1), states[0]]
     roots = publish_alone(str(tmp_path / "alone"), states, chunk_elements=256)
@@ -312,7 +325,11 @@ def test_names_of_writers_are_checked(pair: Any) -> None:
         store.begin(writers=["a"])
     transaction = store.begin(writers=["a", "b"], tensors=SHAPES)
     with pytest.raises(InvalidInputError, match="other writers"):
-        other.join(writer="c")
+        other.join(transaction.txid, writer="c")
+    with pytest.raises(LagError, match=r"for writer c in 0\.01 s") as caught:
+        other.join(writer="c", timeout_s=0.01)
+    assert (caught.value.key, caught.value.expected) == ("main", "writer c among the writers")
+    assert re.fullmatch(rf"one of writers a, b, begun by process {os.getpid()} on .*", str(caught.value.found))
     transaction.abort()
 
 
@@ -358,7 +375,7 @@ def test_a_committer_that_begins_again_finds_the_others_sealed_again(tmp_path: A
         second.seal()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(second.commit, timeout_s=20)
-            dcr_store.publish.opening.LIVE.discard(lost.txid)  # as if its process had ended
+            dcr_store.publish.opening.LIVE.discard((lost.txid, lost.attempt))  # as if its process had ended
             again = dcr_store.open(store.url).begin(writers=["r0", "r1"], owner="run", tensors=SHAPES)
             assert (again.txid, again.attempt) == (lost.txid, 1)
             write(again, maps[0], states[1])
@@ -387,6 +404,8 @@ def test_a_committer_that_was_taken_over_ends_nothing_and_its_process_may_begin_
         lost.commit(timeout_s=1)
     with pytest.raises(InvalidInputError, match="is fenced"):
         lost.commit(timeout_s=1)
+    with pytest.raises(ConflictError, match="open since"):  # the end of one attempt is not that of the other
+        store.begin(writers=["a"], owner="run", tensors=SHAPES)
     del taken  # forgotten by whoever began it
     gc.collect()
     again = store.begin(writers=["a"], owner="run", tensors=SHAPES)
@@ -459,6 +478,35 @@ def test_a_failed_join_may_be_tried_again(pair: Any, monkeypatch: pytest.MonkeyP
     first.abort()
 
 
+@pytest.mark.parametrize("writers", [None, ["a", "b"]])
+@pytest.mark.parametrize("where", ["begin", "start"])
+def test_a_begin_that_was_interrupted_may_be_called_again(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, writers: list[str] | None, where: str
+) -> None:
+    store, _ = pair
+    options: dict[str, Any] = {} if writers is None else {"writers": writers, "tensors": SHAPES}
+    append = dcr_store.log.line.LineLog.append
+
+    def interrupted(*arguments: Any) -> Any:
+        if where == "begin":
+            monkeypatch.undo()  # the record is there; nobody is told
+            append(*arguments)
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        if where == "begin":
+            monkeypatch.setattr(dcr_store.log.line.LineLog, "append", interrupted)
+        else:
+            monkeypatch.setattr(dcr_store.publish.joint, "read_earlier", interrupted)
+            monkeypatch.setattr(dcr_store.publish.transaction.Transaction, "_anchor_writer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.begin(**options)
+        monkeypatch.undo()
+        is_open = store._catalog.log("main").refresh().open is not None
+        assert is_open == (where == "begin"), "what could not start is ended for all who would join it"
+    store.begin(**options).abort()
+
+
 @pytest.mark.parametrize("is_committer", [True, False])
 def test_a_commit_that_is_not_told_to_its_end_is_told_by_the_next(
     pair: Any, monkeypatch: pytest.MonkeyPatch, is_committer: bool
@@ -482,6 +530,39 @@ def test_a_commit_that_is_not_told_to_its_end_is_told_by_the_next(
         assert fails.commit(timeout_s=5) == goes.commit(timeout_s=5)
         require_state(store, "main", state)
     assert store._slice_baselines["main", "r0"].at == other._slice_baselines["main", "r1"].at
+
+
+@pytest.mark.parametrize("point", ["slices.noted", "slices.piece.advanced", "publish.baseline.advanced"])
+@pytest.mark.parametrize("is_committer", [True, False])
+def test_a_commit_that_was_interrupted_while_the_baseline_advances_may_be_called_again(
+    tmp_path: Any, point: str, is_committer: bool
+) -> None:
+    states = states_of(3)
+    maps = [maps_of(rank, 2) for rank in range(2)]
+    armed: list[bool] = []
+
+    def interrupt(event: events.Event) -> None:
+        if event.name == point and armed:
+            armed.clear()
+            raise KeyboardInterrupt
+
+    with dcr_store.create(tmp_path / "s", chunk_elements=256) as store, events.listening(interrupt):
+        for number, state in enumerate(states):
+            first = store.begin(writers=["r0", "r1"], tensors=SHAPES, baseline=tmp_path / "b")
+            second = store.join(first.txid, writer="r1", baseline=tmp_path / "b")
+            write(first, maps[0], state)
+            write(second, maps[1], state)
+            second.seal()
+            if not is_committer:
+                first.commit(timeout_s=5)
+            fails = first if is_committer else second
+            if number == 1:
+                armed.append(True)
+                with pytest.raises(KeyboardInterrupt):
+                    fails.commit(timeout_s=5)
+                assert not armed
+            assert [found.commit(timeout_s=5).version for found in (first, second)] == [f"main@{number}"] * 2
+            require_state(store, "main", state)
 
 
 def test_a_seal_whose_answer_was_lost_is_not_overwritten(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,6 +681,26 @@ def test_who_joins_again_must_not_change_its_mind_in_any_place(tmp_path: Any) ->
             require_state(store, "main", first)
 
 
+def test_who_joins_again_repeats_neither_of_two_that_disagree(tmp_path: Any) -> None:
+    """Two that knew nothing of each other have journaled different bits: no third can be bound by both."""
+    states = states_of(3)
+    maps = [maps_of(rank, 2) for rank in range(2)]
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        publish_jointly([store, dcr_store.open(store.url)], states[0], maps)
+        begun = store.begin(writers=["r0", "r1"])
+        twins = [dcr_store.open(store.url).join(writer="r1") for _ in range(2)]
+        for twin, state in zip(twins, states[1:], strict=True):
+            write(twin, maps[1], state)
+            twin.seal()
+        for state in states[1:]:
+            third = dcr_store.open(store.url).join(writer="r1")
+            write(third, maps[1], state)
+            with pytest.raises(ConflictError, match="other bits than it stored before") as raised:
+                third.seal()
+            assert " and " in str(raised.value.expected)
+        begun.abort()
+
+
 def test_a_lost_partition_is_stored_again(tmp_path: Any) -> None:
     states = states_of(2)
     maps = maps_of(0, 1)
@@ -641,15 +742,15 @@ def test_zeros_of_the_base_are_read_as_zeros(tmp_path: Any) -> None:
     with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
         maps = [maps_of(0, 1)]
         for number, state in enumerate(states):
-            blank = SliceBits.blank
+            take = OwnMemory.take
 
-            def dirty(pieces: Any, blank: Any = blank) -> SliceBits:
-                found: SliceBits = blank(pieces)
-                found.bits.view(np.uint8)[...] = 0xA5
-                return found
+            def dirty(memory: OwnMemory, n_elements: int, dtype: Any, take: Any = take) -> Any:
+                bits, room = take(memory, n_elements, dtype)
+                bits.view(np.uint8)[...] = 0xA5
+                return bits, room
 
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(SliceBits, "blank", dirty)
+                patched.setattr(OwnMemory, "take", dirty)
                 if number % 2:
                     store._slice_baselines.clear()
                 else:
@@ -747,8 +848,6 @@ def test_values_of_two_elements(tmp_path: Any) -> None:
 
 
 def test_who_joins_one_of_these_writers_waits_for_a_live_owner(tmp_path: Any) -> None:
-    import os
-
     from dcr_store.publish.owner import default_owner
 
     child = os.fork()
@@ -760,12 +859,26 @@ def test_who_joins_one_of_these_writers_waits_for_a_live_owner(tmp_path: Any) ->
     tensors = {"q": SHAPES["q"]}
     with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store, dcr_store.open(store.url) as other:
         store.begin(writers=["a", "b"], tensors=tensors, owner=":".join(parts))._close()
-        with pytest.raises(LagError, match="nobody has begun"):
-            other.join(writer="b", writers=["a", "b"], timeout_s=0.1)
+        for writers in (["a", "b"], None):
+            with pytest.raises(LagError, match="nobody has begun") as caught:
+                other.join(writer="b", writers=writers, timeout_s=0.1)
+            assert re.fullmatch(
+                rf"one of writers a, b, begun by process {child} on .*, which is gone", caught.value.found
+            )
+        with store.begin() as alone:  # which takes the place of that of the dead
+            with pytest.raises(LagError, match="nobody has begun") as caught:
+                other.join(writer="w0", timeout_s=0.1)
+            assert str(caught.value.found).startswith("one of a sole writer, begun by ")
+            alone.abort()
         store.begin(writers=["a", "b"], tensors=tensors)
         with pytest.raises(LagError, match="nobody has begun"):
             other.join(writer="b", writers=["b", "a"], timeout_s=0.1)
-        assert other.join(writer="b", writers=["a", "b"], timeout_s=5).version == "main@0"
+        joined = other.join(writer="b", timeout_s=5)
+        assert joined.version == "main@0"
+        joined._close()
+        with pytest.raises(LagError, match="nobody has begun") as caught:
+            other.join(writer="b", timeout_s=0.1)
+        assert "writers a, b, which this process has been in, begun by" in str(caught.value.found)
 
 
 # ---------------------------------------------------------------------- what waits, and what is remembered
@@ -806,6 +919,55 @@ def test_fragments_that_move_are_not_remembered_for_ever(pair: Any) -> None:
     assert set(held._pieces) <= set(held.slices)
 
 
+def test_digests_of_what_it_owns_that_drifted_are_taken_anew(tmp_path: Any) -> None:
+    """The committer refuses them, and the next transaction has them right."""
+    states = states_of(3)
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        maps = [maps_of(0, 1)]
+        publish_jointly([store], states[0], maps)
+        owned = store._slice_baselines["main", "r0"].owned
+        assert owned is not None
+        owned.ones["u16"][3, 1] ^= np.uint64(4)
+        transaction = store.begin(writers=["r0"])
+        write(transaction, maps[0], states[1])
+        with pytest.raises(IntegrityError, match="digests of what they own do not make up chunk 3 of u16"):
+            transaction.commit(timeout_s=1)
+        transaction.abort()
+        publish_jointly([store], states[1], maps)
+        publish_jointly([store], states[2], maps)
+        require_state(store, "main", states[2])
+
+
+@pytest.mark.parametrize("n_before", [0, 3])
+@pytest.mark.parametrize("method", ["marks", "changed"])
+def test_an_advance_that_was_interrupted_is_not_gone_through_again(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, method: str, n_before: int
+) -> None:
+    """Masks that are applied twice are none: the commit that is called again leaves the baseline to be read."""
+    states = states_of(4)
+    maps = [maps_of(0, 1)]
+    real = getattr(SliceWriter, method)
+
+    def interrupted(writer: SliceWriter) -> Any:
+        yield from itertools.islice(real(writer), n_before)
+        raise KeyboardInterrupt
+
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        publish_jointly([store], states[0], maps)
+        transaction = store.begin(writers=["r0"])
+        write(transaction, maps[0], states[1])
+        with monkeypatch.context() as patched:
+            patched.setattr(SliceWriter, method, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                transaction.commit()
+        assert transaction.commit().version == "main@1"
+        for state in states[2:]:
+            publish_jointly([store], state, maps)
+        assert len(store.log()) == 4
+        require_state(store, "main", states[3])
+        assert store.verify(deep=True).ok
+
+
 def test_ownership_that_no_version_names_is_not_named_again(tmp_path: Any) -> None:
     state = random_state(0)
     with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
@@ -835,9 +997,12 @@ def test_who_owns_what_is_proven_again_only_where_it_changes(pair: Any, monkeypa
     real = joint.check_ownership
     monkeypatch.setattr(joint, "check_ownership", lambda *given: (proven.append(1), real(*given)))
     state = random_state(0)
+    read: list[str] = []
+    ownership = SealWatch.ownership
+    monkeypatch.setattr(SealWatch, "ownership", lambda *given: (read.append(given[0].keys.txid), ownership(*given))[1])
     for n_ranks in (1, 1, 1):
         publish_jointly([store], state, [maps_of(0, n_ranks)])
-    assert len(proven) == 1
+    assert len(proven) == len(read) == 1
     transaction = store.begin(writers=["r0"])
     transaction.write_slice(state["q"], slices.whole("q", *SHAPES["q"]))
     with pytest.raises(IntegrityError, match="written by nobody"):
@@ -845,20 +1010,18 @@ def test_who_owns_what_is_proven_again_only_where_it_changes(pair: Any, monkeypa
     transaction.abort()
 
 
-def test_options_that_would_do_nothing_are_refused(pair: Any, tmp_path: Any) -> None:
+def test_options_that_would_do_nothing_are_refused(pair: Any) -> None:
     store, _ = pair
     for option in ({"writer": "a"}, {"tensors": SHAPES}, {"slices": []}, {"aliases": {}}):
         with pytest.raises(InvalidInputError, match="several writers alone"):
             store.begin(**option)
-    with pytest.raises(InvalidInputError, match="no baseline directory"):
-        store.begin(writers=["a"], tensors=SHAPES, baseline=tmp_path / "b")
 
 
 def test_a_wrong_name_takes_up_nothing(pair: Any) -> None:
     """It would resume the open transaction, and then end it."""
     store, other = pair
     lost = store.begin(writers=["a", "b"], tensors=SHAPES, owner="run")
-    dcr_store.publish.opening.LIVE.discard(lost.txid)
+    dcr_store.publish.opening.LIVE.discard((lost.txid, lost.attempt))
     for name in ("c", ""):
         with pytest.raises(InvalidInputError, match="none of the writers"):
             other.begin(writers=["a", "b"], tensors=SHAPES, owner="run", writer=name)
@@ -876,3 +1039,193 @@ def test_a_damaged_entry_of_the_journal_is_named(pair: Any) -> None:
     with pytest.raises(dcr_store.errors.FormatError, match=key):
         transaction.commit(timeout_s=20)
     transaction.abort()
+
+
+def test_journals_are_read_side_by_side_and_each_entry_once(pair: Any) -> None:
+    store, other = pair
+    state = random_state(0)
+    names = ["a", "b", "c", "d"]
+    first = store.begin(writers=names, tensors=SHAPES)
+    write(first, [whole(name) for name in SHAPES], state)
+    for name in names[1:]:
+        other.join(first.txid, writer=name).seal()
+    first.seal()
+    together = threading.Barrier(len(names))
+    far = type("Far", (Watched,), {"is_local": False})(store._objects)
+
+    def before(method: str, key: str) -> None:
+        if method == "get":
+            together.wait(10)  # broken unless all are asked for at the same time
+
+    far.before = before
+    watch = SealWatch(far, first._keys, names)
+    watch.look()
+    assert watch.missing(0) == []
+    watch.look()
+    assert (far.count("list"), far.count("get")) == (2, len(names))
+    near = SealWatch(store._objects, first._keys, names)
+    near.look()
+    assert [sealed.seal for sealed, _ in near.sealed(0)] == [sealed.seal for sealed, _ in _far_sealed(far, watch)]
+    first.commit(timeout_s=5)
+
+
+def test_what_stands_with_earlier_versions_is_asked_for_side_by_side() -> None:
+    from dcr_store.format.documents import ObjectRef
+    from dcr_store.format.names import TransactionKeys
+    from dcr_store.publish.committing import _check_stored
+
+    objects = Watched(open_objects(f"memory://{secrets.token_hex(8)}"))
+    far = type("Far", (Watched,), {"is_local": False})(objects)
+    together = threading.Barrier(4)
+
+    def before(method: str, key: str) -> None:
+        if method == "size":
+            together.wait(10)  # broken unless all are asked for at the same time
+
+    far.before = before
+    keys = TransactionKeys("main", 1, "1" * 32)
+    refs = [ObjectRef.of(f"versions/main/earlier/{n}", b"x" * n) for n in range(1, 5)]
+    refs += [ObjectRef.of(f"{keys.prefix}own/{n}", b"y" * n) for n in range(1, 3)]
+    for ref in refs:
+        objects.put(ref.key, bytes(ref.nbytes))
+    _check_stored(far, keys, refs)
+    assert (far.count("size"), far.count("list")) == (4, 1)
+    for ref in (refs[2], refs[5]):
+        data = objects.get(ref.key)
+        for wrong in (None, data + b"z"):
+            objects.delete(ref.key) if wrong is None else objects.put(ref.key, wrong)
+            far.before = None
+            with pytest.raises(IntegrityError, match="a sealed object is not in the store") as caught:
+                _check_stored(far, keys, refs)
+            assert caught.value.key == ref.key
+        objects.put(ref.key, data)
+
+
+def _far_sealed(far: Watched, watch: SealWatch) -> Any:
+    far.before = None
+    return watch.sealed(0)
+
+
+@pytest.mark.parametrize("codec", ["dcr.delta", "portable"])
+def test_many_small_slices_are_encoded_and_read_by_the_chunk(
+    tmp_path: Any, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither encoded one by one, nor read from the store one by one."""
+    n = 200
+    tensors = {f"layers.{number}.norm": ("BF16", (16,)) for number in range(n)}
+    maps = [slices.whole(name, *row) for name, row in tensors.items()]
+    bits = np.random.default_rng(0).integers(1, 1 << 16, (n, 16)).astype(np.uint16)
+    bits[7] = 0
+    n_encoded, reads = 0, []
+
+    def counted(real: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            nonlocal n_encoded
+            n_encoded += 1
+            return real(*arguments)
+
+        return call
+
+    for name in ("encode", "encode_sparse"):
+        monkeypatch.setattr(get_codec(codec), name, counted(getattr(get_codec(codec), name)), raising=False)
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=8192, codec=codec) as store:
+        for turn in range(4):
+            with events.listening(lambda event: reads.append(event.detail) if event.name == "slices.read" else None):
+                transaction = store.begin(writers=["a"], tensors=tensors, slices=maps)
+                for mapped, row in zip(maps, bits, strict=True):
+                    transaction.write_slice(row.view(BF16), mapped)
+                transaction.commit()
+            found = store.read("main")
+            assert b"".join(found[name].tobytes() for name in tensors) == bits.tobytes()
+            bits[turn::5, turn] ^= 3
+            if turn == 1:
+                store._slice_baselines.clear()
+        assert store.verify(deep=True).ok
+    assert n_encoded == 4
+    assert reads == [f"main@1 {n}"]
+
+
+# ---------------------------------------------------------------------- what is no tensor, map or dtype
+
+
+@pytest.mark.parametrize(
+    ("tensors", "key", "message"),
+    [
+        (["w"], "tensors", "is no mapping by name .expected a mapping, found list"),
+        ({"w": np.zeros(3)}, "w", "by its dtype and shape, not by its values .*BF16.* found ndarray"),
+        ({"w": ("F32", 3)}, "w", "by its dtype and shape"),
+        ({"w": "F32"}, "w", "by its dtype and shape.*found F32"),
+        ({"w": ("bf16", (3,))}, "w", "by a name that safetensors has .expected one of BOOL, .*BF16.*found bf16"),
+        ({"w": (np.dtype("f4"), (3,))}, "w", "by a name that safetensors has .*found dtype"),
+    ],
+)
+def test_tensors_are_told_by_dtype_and_shape(pair: Any, tensors: Any, key: str, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        pair[0].begin(writers=["a"], tensors=tensors)
+    assert caught.value.key == key
+    with pytest.raises(InvalidInputError, match="aliases: is no mapping"):
+        pair[0].begin(writers=["a"], tensors=SHAPES, aliases=["q"])
+
+
+def test_what_is_no_map_is_refused(pair: Any) -> None:
+    tensor = np.zeros((4, 6), np.float32)
+    mapped = slices.whole("w", "F32", (4, 6))
+    begin = {"writers": ["a"], "tensors": {"w": ("F32", (4, 6))}}
+    with pytest.raises(InvalidInputError, match=r"slices: is no affine map .*in a list, found str"):
+        pair[0].begin(**begin, slices={"w": mapped})
+    with pair[0].begin(**begin) as transaction:
+        with pytest.raises(InvalidInputError, match=r"mapped: is no affine map .*after the tensor, found ndarray"):
+            transaction.write_slice(mapped, tensor)
+        with pytest.raises(InvalidInputError, match=r"mapped: is no affine map .*found NoneType"):
+            transaction.write_slice(tensor, None)
+        with pytest.raises(NotFoundError, match="no tensor 'other'; the layout has 1 tensors, such as w"):
+            transaction.write_slice(tensor, slices.whole("other", "F32", (4, 6)))
+        transaction.write_slice(tensor, mapped)
+
+
+def test_a_baseline_is_a_directory(pair: Any, tmp_path: Any) -> None:
+    (tmp_path / "file").touch()
+    for options in ({}, {"writers": ["a"], "tensors": SHAPES}):
+        with pytest.raises(InvalidInputError, match=r"file: is a file; give a directory$"):
+            pair[0].begin(**options, baseline=tmp_path / "file")
+
+
+@pytest.mark.parametrize("is_residual", [True, False])
+def test_announced_fragments_are_read_once_and_together(tmp_path: Any, is_residual: bool) -> None:
+    """A writer that was started again has no baseline: it reads what it announced, and that is what it then writes."""
+    states = states_of(2)
+    parts = [("embed", 0, 400), ("embed", 400, 1200), ("norm", 0, 24), ("scale", 0, 1), ("phase", 5, 24)]
+    rest = [whole(name) for name in SHAPES if name not in ("embed", "norm", "scale", "phase")]
+    rest.append(slices.flat_part("phase", *SHAPES["phase"], 0, 5))
+    told = [*rest, *(slices.flat_part(name, *SHAPES[name], *ends) for name, *ends in parts)]
+    dcr_store.create(str(tmp_path / "store"), chunk_elements=256).close()
+    seen: list[str] = []
+    for state in states:
+        with (
+            dcr_store.open(str(tmp_path / "store")) as store,
+            events.listening(lambda event: seen.append(event.detail) if event.name == "slices.read" else None),
+        ):
+            with store.begin(writers=["a"], tensors=SHAPES, slices=told) as transaction:
+                for mapped in rest:
+                    flat = state[next(iter(mapped.tensors))].reshape(-1)
+                    transaction.write_slice(flat[: int(np.prod(mapped.shape))].reshape(mapped.shape), mapped)
+                for mapped, (name, start, stop) in zip(told[len(rest) :], parts, strict=True):
+                    fragment = state[name].reshape(-1)[start:stop]
+                    if is_residual:
+                        transaction.write_residual(name, fragment, start)
+                    else:
+                        transaction.write_slice(fragment, mapped)
+            require_state(store, "main", state)
+    assert len(seen) == 1
+
+
+def test_a_slice_with_something_before_its_values_is_no_fragment(pair: Any) -> None:
+    """Announced as such, and written as a fragment: the pieces of the one are in other places than the other's."""
+    store = pair[0]
+    told = [whole(name) for name in SHAPES if name != "norm"]
+    padded = AffineMap.of("F32", [27], {"norm": [24]}, {"norm": [box(3, 0, [Dim(24, 1, 1)])]})
+    for state in states_of(2):
+        with store.begin(writers=["a"], tensors=SHAPES, slices=[*told, padded]) as transaction:
+            write(transaction, told, state)
+            transaction.write_residual("norm", state["norm"])
+        require_state(store, "main", state)

@@ -35,6 +35,7 @@ def objects() -> Watched:
 def small_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four chunks of u16 in a partition, one of u64."""
     monkeypatch.setattr(partitions, "PARTITION_NBYTES", 4 * 2 * SIZE)
+    monkeypatch.setattr(partitions, "JOURNAL_FIRST_PARTITIONS", 8)
     monkeypatch.setattr(partitions, "JOURNAL_INTERVAL_S", 1e9)
 
 
@@ -43,8 +44,10 @@ def make(
     incarnation: str = "a" * 16,
     durable: Mapping[tuple[str, int, str], Partition] | None = None,
     spool: ChunkSpool | None = None,
+    *,
+    keep: bool = True,
 ) -> PartitionWriter:
-    return PartitionWriter(objects, KEYS, "w0", incarnation, 0, "dcr.delta", SIZE, durable or {}, spool)
+    return PartitionWriter(objects, KEYS, "w0", incarnation, 0, "dcr.delta", SIZE, durable or {}, spool, keep=keep)
 
 
 def chunk(number: int) -> bytes:
@@ -131,6 +134,7 @@ class TestJournal:
         return [JournalEntry.from_bytes(objects.get(key), key) for key in keys]
 
     def test_in_batches_and_chained(self, objects: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(partitions, "JOURNAL_FIRST_PARTITIONS", 3)
         monkeypatch.setattr(partitions, "JOURNAL_PARTITIONS", 3)
         writer = make(objects)
         fill(writer, list(range(40)))
@@ -147,6 +151,27 @@ class TestJournal:
         assert entry.seal is not None
         assert sorted(named, key=lambda part: part.index) == list(entry.seal.partitions), "each named once"
         assert [ref.sha256 for ref in entry.seal.journal] == [canonical.sha256(e.to_bytes()) for e in found[:-1]]
+
+    def test_the_first_at_once(self, objects: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(partitions, "JOURNAL_FIRST_PARTITIONS", 1)
+        writer = make(objects)
+        for last in (4, 8):  # the second partition waits for others
+            fill(writer, list(range(last - 4, last)))
+            for future in writer._uploads.futures:
+                future.result()
+            (entry,) = self.entries(objects)
+            assert [item.index for item in entry.partitions] == [0]
+        writer.close()
+
+    def test_the_seal_names_an_only_partition(self, objects: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A version of one partition takes no entry more than its seal, and does not wait for one."""
+        monkeypatch.setattr(partitions, "JOURNAL_FIRST_PARTITIONS", 1)
+        writer = make(objects)
+        fill(writer, [0, 1])
+        entry = sealed(objects, writer)
+        writer.close()
+        assert [item.index for item in entry.partitions] == [0]
+        assert self.entries(objects) == [entry]
 
     def test_in_time(self, objects: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(partitions, "JOURNAL_INTERVAL_S", 0.0)
@@ -278,6 +303,27 @@ def test_bytes_in_flight_are_bounded(objects: Watched, monkeypatch: pytest.Monke
     writer.flush()
     writer.close()
     assert 0 < highest[0] <= 300
+
+
+@pytest.mark.parametrize("n_held", [1000, 20, 0])
+def test_the_spool_forgets_partitions_that_were_stored(
+    objects: Watched, monkeypatch: pytest.MonkeyPatch, n_held: int
+) -> None:
+    monkeypatch.setattr("dcr_store.publish.spool.SPOOL_NBYTES", n_held)
+    spools = [ChunkSpool(), ChunkSpool()]
+    sha256s = []
+    for spool, keep in zip(spools, (True, False), strict=True):
+        writer = make(objects, spool=spool, keep=keep)
+        fill(writer, [*range(0, 40, 2), *range(1, 38, 2)])
+        writer.flush()
+        sha256s.append({item.index: item.sha256 for item in writer._sealed})
+        writer.close()
+    assert sha256s[0] == sha256s[1]
+    assert len(spools[0].places()) == len([number for number in range(39) if number % 3])
+    assert spools[1].places() == []
+    assert spools[1]._held_nbytes == 0
+    for spool in spools:
+        spool.close()
 
 
 @pytest.mark.parametrize("n_held", [1000, 4, 0])

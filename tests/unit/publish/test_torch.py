@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,6 +191,31 @@ def test_one_process_alone_needs_no_ranks_and_keeps_the_order_and_ties_of_the_he
     assert all(torch.equal(found[name], tensor) for name, tensor in module.state_dict().items())
 
 
+def test_a_rank_that_starts_again_finds_its_baseline(store: Any, tmp_path: Path) -> None:
+    """By ``publish_module``, and by a callback."""
+    import torch
+    from torch import nn
+
+    from dcr_store import events
+    from dcr_store.publish.callback import PublishCallback
+    from dcr_store.publish.torch import publish_module
+
+    module, state = nn.Linear(30, 20), SimpleNamespace(global_step=2)
+    names: list[str] = []
+    for number in range(3):
+        with torch.no_grad():
+            module.weight[number] += 1
+        with dcr_store.open(store.url) as again, events.listening(lambda event: names.append(event.name)):
+            if number < 2:
+                publish_module(again, module, baseline=tmp_path / "baseline")
+            else:
+                callback = PublishCallback(again, baseline=tmp_path / "baseline")
+                callback.on_save(None, state, None, model=module)
+    assert names.count("slices.noted") == 3
+    assert {"slices.read", "slices.followed"}.isdisjoint(names)
+    assert torch.equal(store.read("main@2", framework="torch")["weight"], module.weight)
+
+
 def test_names_and_dtypes_may_be_others(store: Any) -> None:
     import torch
     from torch import nn
@@ -323,6 +350,46 @@ def test_a_rank_that_cannot_join_ends_it_for_all(store: Any, is_handed_over: boo
     assert store.log() == []
 
 
+def test_a_rank_whose_baseline_cannot_be_used_ends_it_for_all(store: Any, tmp_path: Path) -> None:
+    from torch import nn
+
+    from dcr_store.publish.torch import publish_module
+
+    (tmp_path / "baseline" / "main" / "b").mkdir(parents=True)
+    (tmp_path / "baseline" / "main" / "b" / "notes.txt").write_text("mine")
+    module = nn.Linear(4, 4, bias=False)
+    options: dict[str, Any] = {"writers": ["a", "b"], "timeout_s": 60, "baseline": tmp_path / "baseline"}
+    with ThreadPoolExecutor(1) as pool, dcr_store.open(store.url) as other, dcr_store.open(store.url) as third:
+        answer = pool.submit(publish_module, other, module, rank=0, **options)
+        with pytest.raises(InvalidInputError, match="files of somebody else"):
+            publish_module(third, module, rank=1, **options)
+        with pytest.raises(FencedError):
+            answer.result(timeout=50)
+    assert store.log() == []
+
+
+def test_a_rank_that_cannot_even_end_it_is_named_to_all_in_time(store: Any) -> None:
+    from torch import nn
+
+    from dcr_store.publish.torch import publish_module
+
+    module = nn.Linear(4, 4)
+    options: dict[str, Any] = {"writers": ["a", "b", "c"], "timeout_s": 2}
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        others = [stack.enter_context(dcr_store.open(store.url)) for _ in range(3)]
+        answers = [pool.submit(publish_module, others[rank], module, rank=rank, **options) for rank in (0, 2)]
+        with pytest.raises(StorageError, match="layout: cannot be read") as caught:
+            publish_module(FailsToJoin(others[1], 2), module, rank=1, **options)
+        assert "could not be aborted either" in caught.value.__notes__[0]
+        for answer in answers:
+            with pytest.raises((LagError, FencedError), match=r"(have not sealed main@0 .*|not sealed by )\bb\b"):
+                answer.result(timeout=50)
+    assert time.monotonic() - start < 30
+    assert store.log() == []
+    assert store._catalog.log("main").refresh().open is None
+
+
 def test_a_rank_that_cannot_join_to_abort_either_says_so(store: Any) -> None:
     from torch import nn
 
@@ -400,3 +467,32 @@ def test_a_launcher_may_hand_the_transaction_over(store: Any) -> None:
         answer = pool.submit(publish_module, other, module, writers=["a"], txid=begun.txid, timeout_s=20)
         info = begun.commit(timeout_s=20)
         assert answer.result(timeout=20) == info
+
+
+def test_what_is_no_store_or_has_names_of_a_wrapper_is_refused(store: Any) -> None:
+    import torch
+    from torch import nn
+
+    from dcr_store.publish.torch import publish_module
+
+    module = nn.Linear(4, 4, bias=False)
+    with pytest.raises(InvalidInputError, match=r"store: is no store; open it first, with dcr_store.open"):
+        publish_module(store.url, module)
+    wrapped = nn.Sequential(torch.compile(module, backend="eager"))
+    for given in (wrapped, wrapped[0]):
+        with pytest.raises(InvalidInputError, match=r"_orig_mod.weight: is named by .*; give module._orig_mod"):
+            publish_module(store, given)
+    publish_module(store, wrapped[0], rename=lambda name: name.removeprefix("_orig_mod."))
+    assert list(store.read()) == ["weight"]
+
+
+def test_the_advice_of_a_rank_that_waited_is_for_who_called(store: Any) -> None:
+    from torch import nn
+
+    from dcr_store.publish.torch import publish_module
+
+    for rank in range(2):
+        with pytest.raises(LagError, match="; publish again on all ranks") as caught:
+            publish_module(store, nn.Linear(2, 2), writers=["a", "b"], rank=rank, timeout_s=0.05)
+        assert "commit again" not in str(caught.value)
+        assert "join again" not in str(caught.value)

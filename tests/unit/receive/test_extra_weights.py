@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from states import assert_same, series, tree, write_hf
@@ -19,12 +22,22 @@ STATES = series(4, seed=3)
 N_FILES = (1, 3, 2, 1)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with dcr_store.create(tmp_path / "store", chunk_elements=1024) as store:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with checkpoints and with a store of them."""
+    place = tmp_path_factory.mktemp("template")
+    with dcr_store.create(place / "store", chunk_elements=1024) as store:
         for i, state in enumerate(STATES):
             with store.begin() as transaction:
-                transaction.write_checkpoint(write_hf(tmp_path / f"run{i}", state, N_FILES[i], i))
+                transaction.write_checkpoint(write_hf(place / f"run{i}", state, N_FILES[i], i))
+    return place
+
+
+@pytest.fixture
+def store(tmp_path: Path, template: Path) -> Iterator[Store]:
+    """That store, for one test, with the checkpoints beside it."""
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    with dcr_store.open(tmp_path / "store") as store:
         yield store
 
 
@@ -33,10 +46,12 @@ def shown(directory: Path) -> dict[str, bytes]:
 
 
 def put_foreign(out: Path, kind: str) -> str:
-    name = "model.safetensors.index.json.safetensors.index.json" if kind == "index" else "stray.safetensors"
+    name = {"index": "model.safetensors.index.json.safetensors.index.json", "distributed": "__0_0.distcp"}.get(
+        kind, "stray.safetensors"
+    )
     if kind == "file":
         (out / name).write_bytes((out / sorted(path.name for path in out.glob("*.safetensors"))[0]).read_bytes())
-    elif kind == "torn":
+    elif kind in ("torn", "distributed"):
         (out / name).write_bytes(b"\0" * 100)
     elif kind == "link":
         (out / name).symlink_to("nowhere")
@@ -62,7 +77,7 @@ def stopped_at(point: str, monkeypatch: pytest.MonkeyPatch, nth: int = 1) -> Ite
             yield
 
 
-@pytest.mark.parametrize("kind", ["file", "torn", "link", "index"])
+@pytest.mark.parametrize("kind", ["file", "torn", "link", "index", "distributed"])
 @pytest.mark.parametrize("marker", ["clean", "lost", "damaged"])
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_refused_unless_forced(store: Store, tmp_path: Path, kind: str, marker: str, number: int) -> None:
@@ -88,6 +103,46 @@ def test_refused_unless_forced(store: Store, tmp_path: Path, kind: str, marker: 
     assert store.compare_directory(f"main@{number}", out).ok
     with open_checkpoint(out) as checkpoint:
         assert set(checkpoint.tensors) == set(STATES[number])
+
+
+@pytest.mark.parametrize("options", [{}, {"force": True}, {"mode": "copy"}])
+@pytest.mark.parametrize("names", [(".metadata", "__0_0.distcp"), (".metadata",), ("__1_0.distcp",)])
+def test_no_distributed_checkpoint_gets_weights_beside_it(
+    store: Store, tmp_path: Path, names: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in names:
+        (out / name).write_bytes(b"theirs")
+    if options.get("force"):
+        store.pull(out, "main@0", force=True)
+        assert shown(out) == shown(tmp_path / "run0")
+        return
+    with pytest.raises(InvalidInputError, match=f"the directory holds .*found '?{names[0]}") as caught:
+        store.pull(out, "main@0", **options)
+    assert caught.value.key == str(out)
+    assert tree(out) == dict.fromkeys(names, b"theirs")
+
+
+def test_no_publish_takes_one_of_two_checkpoints(store: Store, tmp_path: Path) -> None:
+    for name in (".metadata", "__0_0.distcp"):
+        (tmp_path / "run1" / name).write_bytes(b"theirs")
+    begun = store.begin()
+    with pytest.raises(InvalidInputError, match="which of the two is meant") as caught:
+        begun.write_checkpoint(tmp_path / "run1")
+    begun.abort()
+    assert caught.value.key == str(tmp_path / "run1")
+    assert re.fullmatch(r"model-00001-of-00003\.safetensors, .* and \.metadata, __0_0\.distcp", str(caught.value.found))
+    with pytest.raises(InvalidInputError, match="this is a checkpoint"):
+        dcr_store.create(saved(tmp_path / "distributed"))
+    with pytest.raises(InvalidInputError, match="is a checkpoint; give the baseline"):
+        store.begin(baseline=saved(tmp_path / "distributed"))
+
+
+def saved(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "__0_0.distcp").write_bytes(b"theirs")
+    return folder
 
 
 def test_what_others_keep_below_or_under_other_names_stays(store: Store, tmp_path: Path) -> None:
@@ -125,18 +180,27 @@ def test_what_a_pull_that_was_stopped_left_is_not_foreign(
         assert_same(store.read(f"main@{goal}"), STATES[goal])
 
 
-@pytest.fixture
-def renamed(tmp_path: Path) -> Iterator[Store]:
+@pytest.fixture(scope="module")
+def renaming(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two versions with the same tensors in files of other names, and one with all in one file."""
-    with dcr_store.create(tmp_path / "store", chunk_elements=1024) as store:
+    place = tmp_path_factory.mktemp("renaming")
+    with dcr_store.create(place / "store", chunk_elements=1024) as store:
         for number, state in enumerate([STATES[0], STATES[1], STATES[1]]):
-            run = write_hf(tmp_path / f"run{number}", state, 1 if number == 2 else 2, 0)
+            run = write_hf(place / f"run{number}", state, 1 if number == 2 else 2, 0)
             (run / "model.safetensors.index.json").unlink(missing_ok=True)
             if number == 0:
-                for place in list(run.glob("model-*.safetensors")):
-                    place.rename(run / place.name.replace("model", "weights"))
+                for file in list(run.glob("model-*.safetensors")):
+                    file.rename(run / file.name.replace("model", "weights"))
             with store.begin() as transaction:
                 transaction.write_checkpoint(run)
+    return place
+
+
+@pytest.fixture
+def renamed(tmp_path: Path, renaming: Path) -> Iterator[Store]:
+    """That store, for one test, with the checkpoints beside it."""
+    shutil.copytree(renaming, tmp_path, dirs_exist_ok=True)
+    with dcr_store.open(tmp_path / "store") as store:
         yield store
 
 

@@ -21,9 +21,9 @@ from dcr_store.errors import IntegrityError, InvalidInputError
 from dcr_store.layout.dtypes import DTYPES, uint_dtype
 from dcr_store.layout.layout import LayoutBuilder
 from dcr_store.layout.tensors import as_bits, to_array
-from dcr_store.receive import patches as module
 from dcr_store.receive.patches import TensorPatch
 from dcr_store.store import Store
+from dcr_store.versions import pairs
 
 SIZE = 64
 
@@ -103,8 +103,8 @@ def test_patches_lead_from_any_version_to_any_other(data: st.DataObject, seed: i
                 del state[name]
     with (
         new_store() as store,
-        patch.object(module, "BATCH_NBYTES", data.draw(st.sampled_from([1, 2000, 1 << 26]))),
-        patch.object(module, "KEPT_NBYTES", data.draw(st.sampled_from([0, 1 << 26]))),
+        patch.object(pairs, "BATCH_NBYTES", data.draw(st.sampled_from([1, 2000, 1 << 26]))),
+        patch.object(pairs, "KEPT_NBYTES", data.draw(st.sampled_from([0, 1 << 26]))),
     ):
         for version in versions:
             write(store, version)

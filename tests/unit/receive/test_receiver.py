@@ -334,7 +334,7 @@ def test_of_two_attempts_the_later_one_is_fetched(
     store.pull(tmp_path / "target")
     first = store.begin(owner="run")
     write(first, 1, range(4))
-    LIVE.discard(first.txid)  # as if its process had been killed
+    LIVE.discard((first.txid, first.attempt))  # as if its process had been killed
     with dcr_store.open(url) as other, follower.receiver(tmp_path / "target") as receiver:
         second = other.begin(owner="run")
         assert (second.txid, second.attempt) == (first.txid, 1)
@@ -364,7 +364,7 @@ def test_a_resumed_transaction_is_not_fetched_again(
         first = store.begin(owner="run")
         write(first, 1, range(4))
         wait_until_spooled(receiver, 8)
-        LIVE.discard(first.txid)  # as if its process had been killed
+        LIVE.discard((first.txid, first.attempt))  # as if its process had been killed
         watched.requests.clear()
         second = other.begin(owner="run")
         assert (second.txid, second.attempt) == (first.txid, 1)

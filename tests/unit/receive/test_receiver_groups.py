@@ -439,3 +439,16 @@ def test_polling_in_a_group_costs_a_constant_number_of_requests(store: Store, tm
         receiver.poll()
     assert receiver.active() is not None, "who cannot ask goes on serving"
     receiver.close()
+
+
+def test_what_was_brought_while_it_prepared_is_told_too(store: Store) -> None:
+    """A member of which nothing certain is known is brought to the version before it is promoted."""
+    commit(store, 0)
+    store.create_group("eu", ["r0"])
+    live, told = {"w": np.zeros_like(STATES[0])}, []
+    with over(store).receiver(live, group="eu", name="r0") as receiver:
+        done = receiver.follow(until="main@0", on_applied=told.append)
+    assert done is not None
+    assert (done.version, done.chunks_written) == ("main@0", 16)
+    assert told == [done]
+    assert np.array_equal(live["w"], STATES[0])

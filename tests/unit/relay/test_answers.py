@@ -36,6 +36,12 @@ class Upstream:
         return ask
 
 
+@pytest.fixture(autouse=True)
+def calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After news, too, an answer counts as long as ever: the machine may be slow."""
+    monkeypatch.setattr(answers, "LIVELY_FRESH_S", FRESH_S)
+
+
 def run(scene: Callable[[Answers, Upstream], Coroutine[Any, Any, None]]) -> None:
     with ThreadPoolExecutor(8) as pool:
         asyncio.run(scene(Answers(pool), Upstream()))
@@ -52,6 +58,48 @@ def test_an_answer_counts_for_a_while() -> None:
         upstream.values[A] = b"2"
         assert await given.give(A, upstream.ask(A)) == b"1"
         assert await given.give(A, upstream.ask(A), past=True) == b"2"
+
+    run(scene)
+
+
+def test_after_news_an_answer_counts_for_less_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "FRESH_S", 60.0)
+    monkeypatch.setattr(answers, "LIVELY_FRESH_S", 0.0)
+    monkeypatch.setattr(answers, "LIVELY_S", 60.0)
+
+    async def scene(given: Answers, upstream: Upstream) -> None:
+        for _ in range(2):
+            await given.give(A, upstream.ask(A))
+        assert upstream.asked == [A], "nothing is new"
+        upstream.values[B] = b"news"
+        await given.give(B, upstream.ask(B))
+        for _ in range(2):
+            await given.give(A, upstream.ask(A))
+        assert upstream.asked == [A, B, A, A], "more may follow"
+        monkeypatch.setattr(answers, "LIVELY_S", 0.0)
+        for _ in range(2):
+            await given.give(A, upstream.ask(A))
+        assert upstream.asked == [A, B, A, A, A], "none did"
+
+    run(scene)
+
+
+def test_who_asks_after_news_joins_no_request_that_is_old_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "FRESH_S", 60.0)
+    monkeypatch.setattr(answers, "LIVELY_FRESH_S", 0.01)
+    monkeypatch.setattr(answers, "LIVELY_S", 60.0)
+
+    async def scene(given: Answers, upstream: Upstream) -> None:
+        upstream.values[B] = b"news"
+        await given.give(B, upstream.ask(B))
+        upstream.gate = threading.Event()
+        first = asyncio.create_task(given.give(A, upstream.ask(A)))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(given.give(A, upstream.ask(A)))
+        await asyncio.sleep(0.05)
+        upstream.gate.set()
+        await asyncio.gather(first, second)
+        assert upstream.asked == [B, A, A]
 
     run(scene)
 

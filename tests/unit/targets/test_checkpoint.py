@@ -209,6 +209,26 @@ def distributed(root: Path) -> Path:
     return root
 
 
+def distributed_in_part(root: Path) -> Path:
+    (root / "__0_0.distcp").touch()
+    return root
+
+
+def distributed_file(root: Path) -> Path:
+    return distributed(root) / "__0_0.distcp"
+
+
+def distributed_metadata(root: Path) -> Path:
+    return distributed(root) / ".metadata"
+
+
+def distributed_below(root: Path) -> Path:
+    for name in ("step-2", "step-1"):
+        (root / name).mkdir()
+        distributed(root / name)
+    return root
+
+
 def nested(root: Path) -> Path:
     (root / "unet").mkdir()
     save(root / "unet" / "model.safetensors", a=np.zeros(1))
@@ -247,10 +267,18 @@ def pipe(root: Path) -> Path:
     [
         (no_directory, NotFoundError, "no such checkpoint"),
         (below_a_file, NotFoundError, "no such checkpoint"),
-        (empty_directory, InvalidInputError, r"no safetensors files at its top.*found nothing"),
+        (
+            empty_directory,
+            InvalidInputError,
+            r"no safetensors files at its top.*\.metadata of a torch.*found nothing",
+        ),
         (other_file, InvalidInputError, r"found 'pytorch_model\.bin'"),
         (pickled, InvalidInputError, r"save_pretrained.*found config\.json, pytorch_model\.bin"),
-        (distributed, InvalidInputError, "torch distributed checkpoint"),
+        (distributed, InvalidInputError, "torch distributed checkpoint, which cannot stand for safetensors"),
+        (distributed_in_part, InvalidInputError, r"distributed checkpoint without its \.metadata: finish the copy"),
+        (distributed_file, InvalidInputError, r"file of a torch distributed checkpoint; give its folder \(expected /"),
+        (distributed_metadata, InvalidInputError, r"file of a torch distributed checkpoint; give its folder"),
+        (distributed_below, InvalidInputError, "distributed checkpoints: give /.*/step-1 or /.*/step-2 "),
         (nested, InvalidInputError, "did you mean .*unet"),
         (large_only, InvalidInputError, r"found x\.gguf"),
         (dangling, InvalidInputError, r"/model\.safetensors: is a link to a file that is not there; finish"),

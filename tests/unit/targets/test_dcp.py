@@ -486,6 +486,16 @@ def swapped(folder: Path) -> None:
     edited(folder, change)
 
 
+def shared(name: str, other: str) -> Any:
+    """Let a tensor be where another, that is read before it, is."""
+
+    def change(metadata: Any) -> None:
+        its, others = first(metadata, name), first(metadata, other)
+        its.offset, its.length = others.offset, others.length
+
+    return lambda folder: edited(folder, change)
+
+
 def without(name: str) -> Any:
     def change(metadata: Any) -> None:
         key = next(index for index in metadata.storage_data if index.fqn == name)
@@ -511,6 +521,28 @@ def with_evil_tensor(folder: Path) -> None:
         info.relative_path, info.offset, info.length = "evil.distcp", 0, len(data)
 
     edited(folder, change)
+
+
+def compressed(method: int) -> Any:
+    """Damage in what is compressed: each way of compressing has errors of its own."""
+
+    def damage(folder: Path) -> None:
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w", method) as made:
+            made.writestr("archive/data.pkl", bytes(range(256)) * 8)
+            made.writestr("archive/data/0", bytes(14))
+            start = made.getinfo("archive/data.pkl").header_offset + 30 + len("archive/data.pkl")
+        data = bytearray(archive.getvalue())
+        data[start + 2 : start + 40] = bytes(0x5A ^ octet for octet in data[start + 2 : start + 40])
+        (folder / "packed.distcp").write_bytes(data)
+
+        def change(metadata: Any) -> None:
+            info = first(metadata)
+            info.relative_path, info.offset, info.length = "packed.distcp", 0, len(data)
+
+        edited(folder, change)
+
+    return damage
 
 
 def outside(folder: Path) -> None:
@@ -541,6 +573,8 @@ def unsupported(folder: Path) -> None:
         (cut, InvalidInputError, "__0_0.distcp: a file of the checkpoint is cut short; copy it again"),
         (zeroed, FormatError, "is not what torch.save writes; .*archive with data.pkl"),
         (swapped, FormatError, r"is another tensor than the metadata says.*F16 \[7\].*U16 \[5\]"),
+        (shared("u16", "half"), FormatError, r"u16 .*is another tensor than the metadata says.*U16 \[5\].*F16 \[7\]"),
+        (shared("half", "layers.0.t"), FormatError, r"half .*is another tensor than.*F16 \[7\].*BF16 \[20, 15\]"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), InvalidInputError, "a file of the checkpoint is missing"),
         (lambda folder: (folder / ".metadata").write_bytes(b"junk"), FormatError, "metadata: cannot be read"),
         (lambda folder: (folder / ".metadata").write_bytes(b""), FormatError, "metadata: cannot be read: EOFError"),
@@ -552,6 +586,10 @@ def unsupported(folder: Path) -> None:
         (without("half"), FormatError, "half: the metadata does not say where a chunk is"),
         (with_evil, FormatError, "metadata: names something that no tensor needs.*posix.mkdir"),
         (with_evil_tensor, FormatError, r"half \(evil.distcp at 0\): names something that no tensor.*posix.mkdir"),
+        *(
+            (compressed(method), FormatError, r"half \(packed.distcp at 0\): is not what torch.save writes")
+            for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+        ),
         (outside, DcrError, r"\.\./secret"),
         (transformed, FormatError, "half: is compressed or otherwise transformed"),
         (overlapping, InvalidInputError, "half: chunks of the checkpoint overlap"),
@@ -566,6 +604,32 @@ def test_what_is_not_whole_or_not_of_dcp_is_refused_by_name(
         publish(store, folder)
     assert store.log() == []
     assert not Path("/tmp/dcr-store-was-here").exists()
+
+
+def test_many_entries_that_are_no_tensors_are_counted(
+    store: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    for n, expected in ((4, ["  left out k0: no tensor"]), (5, ["  left out 5 entries, such as k0: no tensor"])):
+        entries = {"w": torch.zeros(3), **{f"k{i}": 0.5 for i in range(n)}}
+        folder = saved(tmp_path / f"{n}", entries)
+        (folder / "README").write_text("hello")
+        assert main(["publish", str(store.url), str(folder)]) == 0
+        told = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+        assert told[:1] == expected
+        assert told[-1] == "  left out README: no tensors of the distributed checkpoint"
+        assert len(told) == (5 if n == 4 else 2)
+        assert main(["publish", str(store.url), str(folder), "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)["left_out"]) == n + 1
+
+
+def test_only_safetensors_are_compared(store: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(store, folder)
+    with pytest.raises(InvalidInputError, match="only directories of safetensors files can be compared"):
+        store.compare_directory("main", folder)
+    assert main(["verify", str(store.url), "--against", str(folder)]) != 0
+    assert "only directories of safetensors files can be compared" in capsys.readouterr().err
 
 
 def test_metadata_of_torch_and_ours_say_the_same(folder: Path) -> None:
@@ -586,3 +650,19 @@ def test_a_copied_folder_is_the_same(store: Any, folder: Path, tmp_path: Path) -
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "copy" / "README").write_text("hello")
     assert publish(store, tmp_path / "copy").left_out[-1] == ("README", "no tensors of the distributed checkpoint")
+
+
+def test_members_of_the_one_enumeration_come_by_getattr_and_nothing_else_does() -> None:
+    """As Python before 3.11.4 pickles them."""
+    from dcr_store.targets.dcp_pickle import read_metadata
+
+    def asking(of: bytes) -> bytes:
+        return b"\x80\x02cbuiltins\ngetattr\n" + of + b"X\x05\x00\x00\x00value\x86R."
+
+    encoding = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    with pytest.raises(FormatError, match="found str"):  # the member, which is no metadata
+        read_metadata(asking(encoding), "m")
+    for of in (b"K\x01", b"ctorch\nSize\n", b"cbuiltins\ngetattr\n"):
+        with pytest.raises(FormatError) as caught:
+            read_metadata(asking(of), "m")
+        assert "found str" not in str(caught.value)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from dcr_store.codec import kernels
 from dcr_store.errors import InvalidInputError
 from dcr_store.layout.layout import Layout, LayoutBuilder
 from dcr_store.ports import ScatterTarget
@@ -112,9 +113,10 @@ def test_copies_are_all_written_and_differing_ones_are_nobodys() -> None:
     np.testing.assert_array_equal(found[:12], bits[:12])
 
 
-def test_further_names_of_tied_memory_are_written_once() -> None:
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_further_names_of_tied_memory_are_written_once(is_on_host: bool) -> None:
     a = torch.zeros(3, 4)
-    with patch.object(live_tensor, "is_on_host", lambda tensor: False):
+    with patch.object(live_tensor, "is_on_host", lambda tensor: is_on_host):
         target = state_target({**state(), "a": a, "tied": a.view(3, 4), "head": a}, LAYOUT, SIZE)
     assert isinstance(target, ScatterTarget)
     target.xor_chunk("u32", 0, np.array([1], np.uint32), np.array([6], np.uint32))
@@ -122,8 +124,10 @@ def test_further_names_of_tied_memory_are_written_once() -> None:
     target.settle()
 
 
-def test_only_memory_of_devices_is_scattered_to() -> None:
-    assert not isinstance(state_target(state(), LAYOUT, SIZE), ScatterTarget)
+def test_only_memory_of_devices_is_far() -> None:
+    assert not state_target(state(), LAYOUT, SIZE).is_far
+    with patch.object(live_tensor, "is_on_host", lambda tensor: False):
+        assert state_target(state(), LAYOUT, SIZE).is_far
 
 
 @pytest.mark.parametrize(
@@ -138,9 +142,10 @@ def test_only_memory_of_devices_is_scattered_to() -> None:
         (np.array([3], np.uint32), np.array([1], np.uint16)),
     ],
 )
-def test_positions_that_are_none_reach_no_tensor(positions: Any, masks: Any) -> None:
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_positions_that_are_none_reach_no_tensor(positions: Any, masks: Any, is_on_host: bool) -> None:
     given = state()
-    with patch.object(live_tensor, "is_on_host", lambda tensor: False):
+    with patch.object(live_tensor, "is_on_host", lambda tensor: is_on_host):
         target = state_target(given, LAYOUT, SIZE)
     assert isinstance(target, ScatterTarget)
     with pytest.raises(InvalidInputError, match="cannot change elements of chunk 0"):
@@ -148,13 +153,44 @@ def test_positions_that_are_none_reach_no_tensor(positions: Any, masks: Any) -> 
     assert not given["a"].any()
 
 
-def test_elements_of_no_tensor_are_passed_over() -> None:
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_elements_of_no_tensor_are_passed_over(is_on_host: bool) -> None:
     given = state()
-    with patch.object(live_tensor, "is_on_host", lambda tensor: False):
+    with patch.object(live_tensor, "is_on_host", lambda tensor: is_on_host):
         target = state_target(given, LAYOUT, SIZE)
     assert isinstance(target, ScatterTarget)
     target.xor_chunk("u32", 0, np.array([11, 12, 63], np.uint32), np.array([1, 2, 3], np.uint32))
     assert given["a"].view(torch.int32).reshape(-1).tolist() == [0] * 11 + [1]
+
+
+@pytest.mark.parametrize("engine", ["numpy", "numba"])
+@pytest.mark.parametrize("is_on_host", [True, False])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_changes_reach_the_elements_that_they_are_of(is_on_host: bool, is_strided: bool, engine: str) -> None:
+    """A tensor that begins in one chunk and ends in the third, after another one, changed chunk by chunk."""
+    if engine == "numba":
+        pytest.importorskip("numba")
+    rng = np.random.default_rng(3)
+    two = layout(("a", "I32", (5,)), ("b", "I32", (30, 5)))
+    given = {"a": torch.zeros(5, dtype=torch.int32), "b": torch.zeros(30, 5, dtype=torch.int32)}
+    if is_strided:
+        given["b"] = torch.zeros(5, 30, dtype=torch.int32).t()
+    with patch.object(live_tensor, "is_on_host", lambda tensor: is_on_host):
+        target = state_target(given, two, SIZE)
+    expected = np.zeros(3 * SIZE, np.uint32)
+    kernels.use_engine(engine)
+    try:
+        for _ in range(2):
+            for number in range(3):
+                positions = np.flatnonzero(rng.random(SIZE) < 0.3).astype(np.uint32)
+                masks = rng.integers(1, 1 << 32, len(positions), np.uint32)
+                target.xor_chunk("u32", number, positions, masks)
+                expected[number * SIZE + positions] ^= masks
+    finally:
+        kernels.use_engine("auto")
+    for name, entry in ((entry.name, entry) for entry in two.tensors):
+        found = given[name].contiguous().numpy().view(np.uint32).reshape(-1)
+        np.testing.assert_array_equal(found, expected[entry.start : entry.stop])
 
 
 # ---------------------------------------------------------------------- modules

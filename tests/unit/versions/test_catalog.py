@@ -136,7 +136,7 @@ class TestChains:
         publish(store, "main", 1, 2, 3)
         publish(store, "main", 4, 5, shape=11)
         chains = [
-            [item.name for item in catalog(store).chain(catalog(store).resolve(f"main@{number}"))]
+            [f"main@{edge.version}" for edge in catalog(store).path(catalog(store).resolve(f"main@{number}"))]
             for number in range(5)
         ]
         assert chains == [
@@ -151,9 +151,11 @@ class TestChains:
         before = found.log("main").row(0)
         assert before is not None
         other = None if what == "missing" else replace(before, root="0" * 64)
-        monkeypatch.setattr(type(found.log("main")), "row", lambda self, version: other)
-        with pytest.raises(IntegrityError, match="the base of the version is not the version before it") as caught:
-            found.chain(located)
+        monkeypatch.setattr(
+            type(found.log("main")), "row", lambda self, version: other if version == 0 else located.row
+        )
+        with pytest.raises(IntegrityError, match="a version starts from a base that is not there") as caught:
+            found.path(located)
         assert caught.value.key == "main@1"
 
     def test_route_forwards_and_back(self, store: Store) -> None:
@@ -184,7 +186,7 @@ class TestChains:
         publish(store, "main", *range(5))
         watched = Watched(store._objects)
         found = catalog(store, watched)
-        states = LazyStates(found, found.chain(found.resolve("main@4")))
+        states = LazyStates(found, "main", found.path(found.resolve("main@4")))
         watched.requests.clear()
         assert len(states) == 5
         assert watched.requests == []

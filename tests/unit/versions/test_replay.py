@@ -139,6 +139,8 @@ class Chunks:
 class Scattered(Chunks):
     """A target that takes changes as masks, as memory of a device does."""
 
+    is_far = True
+
     def __init__(self, state: Dense) -> None:
         super().__init__(state)
         self.n_xored = 0
@@ -150,6 +152,17 @@ class Scattered(Chunks):
         self.state[space][chunk * SIZE + positions.astype(np.int64)] ^= masks
         self.written.append((space, chunk))
         self.n_xored += 1
+
+
+class Near(Scattered):
+    """A target that takes changes as masks, but does not want them looked for, as memory of the host."""
+
+    is_far = False
+
+
+def lists(store: Store) -> bool:
+    """Whether the store's masks of few changes list them."""
+    return store._catalog.document.codec == "dcr.delta"
 
 
 def path_to(store: Store, version: int, last: int | None = None) -> Path:
@@ -196,7 +209,7 @@ def test_values_and_presence_of_two_incarnations(store: Store) -> None:
 
 
 @pytest.mark.parametrize("group_nbytes", [engine.GROUP_NBYTES, 4000, 1])
-@pytest.mark.parametrize(("ahead_nbytes", "kind"), [(1 << 20, Chunks), (0, Chunks), (0, Scattered)])
+@pytest.mark.parametrize(("ahead_nbytes", "kind"), [(1 << 20, Chunks), (0, Chunks), (0, Scattered), (0, Near)])
 def test_from_any_mixture_to_any_version(
     store: Store, monkeypatch: pytest.MonkeyPatch, group_nbytes: int, ahead_nbytes: int, kind: type[Chunks]
 ) -> None:
@@ -225,7 +238,35 @@ def test_from_any_mixture_to_any_version(
         right = {(s, int(c)) for s in SPACES for c in np.flatnonzero(places[s] == goal)}
         assert not right & set(target.written), "what is right is not written again"
         n_xored += target.n_xored if isinstance(target, Scattered) else 0
-    assert (n_xored > 0) == (kind is Scattered)
+    assert (n_xored > 0) == (kind is Scattered or (kind is Near and lists(store)))
+
+
+@pytest.mark.parametrize(("kind", "steps"), [(Near, 1), (Near, 2), (Scattered, 1), (Scattered, 2)])
+def test_changes_are_scattered_where_one_mask_lists_them_or_they_are_worth_finding(
+    store: Store, kind: type[Scattered], steps: int
+) -> None:
+    states = masks_only(store, FLAT, *[{"u16/mask": 4}] * 3)
+    target = kind(states[2 - steps])
+    path = path_to(store, 2)
+    places = classify(path, digests(target, path.all_chunks(), SIZE), range(3))
+    replay(store._objects, path, target, places)
+    target.assert_is(states[2])
+    assert len(target.written) == 8
+    n_one_step = int((places["u16"] == 1).sum())
+    assert (n_one_step == 8) == (steps == 1)
+    assert target.n_xored == (8 if kind is Scattered else n_one_step if lists(store) else 0)
+
+
+def test_bits_that_changed_unseen_are_not_scattered_to(store: Store) -> None:
+    """A mask on top of other bits than the base's would make bits that are nobody's."""
+    states = masks_only(store, FLAT, *[{"u16/mask": 4}] * 2)
+    target = Near(states[0])
+    path = path_to(store, 1)
+    places = classify(path, digests(target, path.all_chunks(), SIZE), range(2))
+    target.state["u16"][SIZE + 5] ^= 1
+    replay(store._objects, path, target, places)
+    target.assert_is(states[1])
+    assert target.n_xored == (len(target.written) - 1 if lists(store) else 0)
 
 
 def test_backwards_over_masks_takes_them_off_again(store: Store) -> None:

@@ -1,0 +1,150 @@
+"""Why values that an exporter gives are no slice's: cast, added to, scaled. Pure, but for what the exporter does.
+
+Found by a few runs more, on numbers; says less rather than something that may be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from dcr_store.layout.dtypes import DTYPES, Bits, uint_dtype
+from dcr_store.layout.tensors import to_array
+from dcr_store.layout.trials import NO_DIGIT, Digit, constant, digits_of, n_digits, negated, ordinary
+
+Run = Callable[[Mapping[str, Bits]], Iterable[tuple[str, str, Bits]]]
+
+COMPUTED: Final = "computed: other bits than any slice has"
+_MAX_RANGES: Final = 1000
+_ONE_OF_E8M0: Final = 127
+
+
+def explained(
+    run: Run, n_of: Mapping[str, int], names: Collection[str]
+) -> dict[str, tuple[list[str], NDArray[np.int64]]]:
+    """Return reasons for values of some outputs that are not moved.
+
+    Parameters
+    ----------
+    run : callable
+        Runs the exporter on the bits of all slices, by dtype; gives names, dtypes and bits of all outputs.
+    n_of : mapping of str to int
+        Values of all slices of each dtype.
+    names : collection of str
+        Of the outputs; not of packed dtypes.
+
+    Returns
+    -------
+    dict of str to (list of str, ndarray of int64)
+        For each output the reasons, and which of them each of its values has. Those of moved values mean nothing.
+    """
+    probes: dict[str, list[NDArray[np.float64]]] = {name: [] for name in names}
+    for level in range(3):
+        constants = {dtype: _constant(dtype, n, level) for dtype, n in n_of.items()}
+        for name, dtype, bits in run(constants):
+            if name in probes:
+                probes[name].append(_real(dtype, bits))
+    casts = _casts(run, n_of, names)
+    found = {}
+    for name, (zero, one, two) in probes.items():
+        with np.errstate(all="ignore"):
+            step = one - zero
+            is_even = two - one == step
+            added = is_even & (step == 1) & (zero != 0)
+            scaled = is_even & (zero == 0) & (step != 0) & (step != 1)
+            by_others = (zero == 0) & (one != 0) & (two == 4 * one)
+        reasons, which = [COMPUTED], np.zeros(len(zero), np.int64)
+        for reason, where in (  # what is surer comes later: a product may be close to one of its factors
+            *((f"cast: from {source}", is_cast) for source, is_cast in casts[name].items()),
+            (f"added: {_one_of(zero[added])}", added),
+            (f"scaled: by {_one_of(step[scaled])}", scaled),
+            ("scaled: by other values", by_others),
+        ):
+            if where.any():
+                which[where] = len(reasons)
+                reasons.append(reason)
+        if np.count_nonzero(np.diff(which)) > _MAX_RANGES:
+            reasons, which = [COMPUTED], np.zeros(len(zero), np.int64)
+        found[name] = reasons, which
+    return found
+
+
+def _casts(run: Run, n_of: Mapping[str, int], names: Collection[str]) -> dict[str, dict[str, NDArray[np.bool_]]]:
+    """Return for each output, and each other dtype, which values are that dtype's, only in another form."""
+    sources = [dtype for dtype in n_of if not DTYPES[dtype].packed and dtype != "F8_E8M0"]
+    origins: dict[str, dict[str, NDArray[np.int64]]] = {name: {} for name in names}
+    weight = dict.fromkeys(sources, 1)
+    for _ in range(max([1, *(n_digits(n_of[dtype] + 1, len(digits_of(dtype))) for dtype in sources)])):
+        values = {dtype: _constant(dtype, n, 0) for dtype, n in n_of.items()}
+        for dtype in sources:  # from 1: what is made from nothing is often 0
+            per = DTYPES[dtype].elements_per_value
+            values[dtype] = Digit(dtype, weight[dtype]).shown(n_of[dtype] + 1)[per:]
+        for name, dtype, bits in run(values):
+            if name not in origins:
+                continue
+            shown = _real(dtype, bits)
+            with np.errstate(all="ignore"):
+                digit = shown.astype(np.int64)
+            is_digit = (digit == shown) & (digit >= 0)
+            for source in sources:
+                if source != dtype:
+                    origin = origins[name].setdefault(source, np.zeros(len(shown), np.int64))
+                    is_of_source = is_digit & (digit < len(digits_of(source)))
+                    origin += np.where(is_of_source, digit * weight[source], NO_DIGIT)
+        for dtype in sources:
+            if weight[dtype] <= n_of[dtype]:
+                weight[dtype] *= len(digits_of(dtype))
+    found = {
+        name: {source: (origin > 0) & (origin <= n_of[source]) for source, origin in mine.items()}
+        for name, mine in origins.items()
+    }
+    rng = np.random.default_rng(1)
+    once = {dtype: ordinary(dtype, n, rng) for dtype, n in n_of.items()}
+    for values in (once, {dtype: negated(dtype, bits) for dtype, bits in once.items()}):
+        for name, dtype, bits in run(values):
+            if name in found:
+                shown = _real(dtype, bits)
+                for source, is_cast in found[name].items():
+                    given = _real(source, values[source])[origins[name][source][is_cast] - 1]
+                    is_cast[is_cast] = _are_close(dtype, shown[is_cast], given)
+    return found
+
+
+def _are_close(dtype: str, shown: NDArray[np.float64], given: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return which values are what a dtype makes of others, however it rounds."""
+    kind = to_array(np.zeros(DTYPES[dtype].elements_per_value, uint_dtype(DTYPES[dtype].space)), dtype, (1,)).real.dtype
+    if kind.kind in "iub":
+        return np.abs(shown - given) < 1
+    about = ml_dtypes.finfo(kind)
+    with np.errstate(all="ignore"):
+        error = np.maximum(np.abs(given) * float(about.eps), float(about.smallest_subnormal))
+        close: NDArray[np.bool_] = np.abs(shown - given) <= error
+        return close
+
+
+def _constant(dtype: str, n: int, level: int) -> Bits:
+    """Return the elements of `n` values that are all 0, 1 or 2; a dtype of powers of two has 1, 1 and 2."""
+    row = DTYPES[dtype]
+    if dtype == "F8_E8M0":
+        return constant(dtype, n, _ONE_OF_E8M0 + max(level - 1, 0))
+    if row.packed:
+        return constant(dtype, n, 0)
+    digits = digits_of(dtype)
+    return constant(dtype, n, digits[min(level, len(digits) - 1)])
+
+
+def _real(dtype: str, bits: Bits) -> NDArray[np.float64]:
+    """Return values as float64; of complex numbers, the real parts where there are no others, else NaN."""
+    values: NDArray[Any] = to_array(bits, dtype, (len(bits) // DTYPES[dtype].elements_per_value,))
+    with np.errstate(all="ignore"):
+        if dtype.startswith("C"):
+            return np.where(values.imag == 0, values.real, np.nan).astype(np.float64)
+        return values.astype(np.float64)
+
+
+def _one_of(numbers: NDArray[np.float64]) -> str:
+    return f"{numbers[0]:g}" if len(numbers) and (numbers == numbers[0]).all() else "several numbers"

@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""Measure how encoding, upload and the receivers' fetching overlap where several ranks publish over a link.
+
+    python tools/bench_overlap.py [--mib 1024] [--rates 1,30,100] [--mb-per-s 100] [--ranks 2] [--receivers 2]
+
+One run, all on this machine: a SeaweedFS server, a link of the given bandwidth (each way) between it and everybody
+else, ranks that hold rows of one tensor and receivers that hold all of it in memory, each a process of its own. The
+ranks have one half of the cores, all others the other half, as they are machines of their own elsewhere. A version is
+published from the order to all ranks until the commit of the one that began it has returned. Beside that:
+
+encode alone   the same by the same ranks into a directory in memory
+upload alone   the same objects through the link, eight at a time
+
+The version is then published again, into a store that receivers follow: when the last receiver had fetched its last
+partition, from the order on, beside that publish. The ranks find each other by the store. Rate 100 is an anchor. Exit
+status 1 if a target was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from bench_store import MIB, Report, made
+from line_child import LineChild
+from shaped_link import ShapedLink
+
+import dcr_store
+from dcr_store import events
+from dcr_store.codec import kernels
+from dcr_store.codec.digest import crc64
+from dcr_store.layout import slices
+from dcr_store.objects.open import open_objects
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from servers import SeaweedS3
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+COLUMNS = 4096
+N_UPLOADS = 8
+
+
+def read_state(file: str, n_rows: int, first: int = 0) -> NDArray[Any]:
+    bits = np.fromfile(file, np.uint16, n_rows * COLUMNS, offset=2 * first * COLUMNS)
+    return bits.view(ml_dtypes.bfloat16).reshape(n_rows, COLUMNS)
+
+
+def be_rank(options: dict[str, Any], store: dcr_store.Store, order: dict[str, Any]) -> dict[str, Any]:
+    """Publish the rank's rows of a state."""
+    rank, names, shape = options["rank"], [f"r{index}" for index in range(options["ranks"])], tuple(options["shape"])
+    mapped = slices.column_parallel("w", "BF16", shape, rank, len(names))
+    local = read_state(order["file"], mapped.shape[0], rank * mapped.shape[0])
+    print(json.dumps({"ready": True}), file=options["out"], flush=True)
+    sys.stdin.readline()
+    start_s = time.time()
+    if rank == 0:
+        transaction = store.begin(writers=names, tensors={"w": ("BF16", shape)}, slices=[mapped])
+    else:
+        transaction = store.join(writer=names[rank], slices=[mapped])
+    transaction.write_slice(local, mapped)
+    transaction.seal()
+    sealed_s = time.time()
+    transaction.commit(timeout_s=600)
+    return {"start": start_s, "sealed": sealed_s, "end": time.time(), "txid": transaction.txid}
+
+
+def child(options: dict[str, Any]) -> None:
+    """Take orders until there are no more."""
+    if options.get("cores"):
+        os.sched_setaffinity(0, options["cores"])
+    options["out"] = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    stores: dict[str, dcr_store.Store] = {}
+    receiver, fetched, target = None, [0.0], {}
+
+    def listen(event: events.Event) -> None:
+        if event.name == "transfer.fetched":
+            fetched[0] = time.time()
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        url = order["url"]
+        if url not in stores:
+            stores[url] = dcr_store.open(url, storage_options=order["storage_options"])
+        if "rank" in options:
+            answer = be_rank(options, stores[url], order)
+        else:
+            if receiver is None:
+                target = {"w": read_state(order["file"], options["shape"][0])}
+                receiver = stores[url].receiver(target, spool=options["spool"])
+            print(json.dumps({"ready": True}), file=options["out"], flush=True)
+            with events.listening(listen):
+                receiver.follow(until=order["version"])
+            answer = {"fetched": fetched[0], "end": time.time(), "digest": crc64(target["w"].view(np.uint16))}
+        print(json.dumps(answer), file=options["out"], flush=True)
+    if receiver is not None:
+        receiver.close()
+
+
+class Bench:
+    """One server behind one link."""
+
+    def __init__(
+        self, server: SeaweedS3, link: ShapedLink, scratch: Path, arguments: argparse.Namespace, cores: list[int]
+    ) -> None:
+        self.server, self.scratch, self.arguments, self.cores = server, scratch, arguments, cores
+        self.options = server.options_at(link.endpoint_url)
+
+    def publish(self, ranks: list[LineChild], **where: Any) -> dict[str, Any]:
+        """Publish from all ranks at once; return what the first one says."""
+        for rank in ranks:
+            rank.tell(**where)
+        for rank in ranks:
+            rank.answer()
+        for rank in ranks:
+            rank.tell()
+        first, *_ = [rank.answer() for rank in ranks]
+        return first
+
+    def upload_s(self, directory: Path, txid: str) -> tuple[float, int]:
+        """Return how long the objects of a version take through the link, and their bytes."""
+        files = [file for file in directory.rglob("*") if file.is_file() and txid in str(file)]
+        contents = [file.read_bytes() for file in files]
+        through = open_objects(self.server.new_url(), self.options)
+        with ThreadPoolExecutor(N_UPLOADS) as pool:
+            list(pool.map(lambda index: through.put(f"warm/{index}", b"x"), range(N_UPLOADS)))
+            start_s = time.time()
+            list(pool.map(lambda item: through.put(f"o/{item[0]}", item[1]), enumerate(contents)))
+            return time.time() - start_s, sum(map(len, contents))
+
+    def measure(self, rate: float, report: Report) -> None:
+        """Add the rows of a rate: three versions, of which the last counts; of an anchor the first."""
+        arguments, is_anchor = self.arguments, rate >= 100
+        states = made(arguments.mib * MIB // 2, min(rate, 50) / 100, 1 if is_anchor else 3)
+        shape = (len(states[0]) // COLUMNS, COLUMNS)
+        files = [str(self.scratch / f"state-{number}") for number in range(len(states))]
+        for file, bits in zip(files, states, strict=True):
+            bits.tofile(file)
+        in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        with contextlib.ExitStack() as stack:
+            near = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcr-bench-", dir=in_memory)))
+            alone, followed = self.server.new_url(), self.server.new_url()
+            for directory in ("warm", "timed"):
+                dcr_store.create(str(near / directory)).close()
+            for url in (alone, followed):
+                dcr_store.create(url, storage_options=self.server.storage_options).close()
+            common = {"shape": shape, "ranks": arguments.ranks}
+
+            def started(**options: Any) -> LineChild:
+                return stack.enter_context(contextlib.closing(LineChild(__file__, {**options, **common})))
+
+            ranks = [started(rank=rank, cores=self.cores) for rank in range(arguments.ranks)]
+            spools = [str(self.scratch / f"spool-{rate:g}-{index}") for index in range(arguments.receivers)]
+            receivers = [started(spool=spool) for spool in spools]
+            self.publish(ranks, url=str(near / "warm"), storage_options=None, file=files[0])
+            for file in files:
+                encoded = self.publish(ranks, url=str(near / "timed"), storage_options=None, file=file)
+            upload_s, nbytes = self.upload_s(near / "timed", encoded["txid"])
+            for file in files:
+                published = self.publish(ranks, url=alone, storage_options=self.options, file=file)
+            for number, file in enumerate(files):
+                where = {"url": followed, "storage_options": self.options, "file": file}
+                is_followed = number > 0 or is_anchor
+                for receiver in receivers if is_followed else ():
+                    receiver.tell(**{**where, "file": files[0]}, version=f"main@{number}")
+                for receiver in receivers if is_followed else ():
+                    receiver.answer()
+                time.sleep(1.0)  # they poll by now
+                beside = self.publish(ranks, **where)
+                answers = [receiver.answer() for receiver in receivers if is_followed]
+        if any(answer["digest"] != crc64(states[-1]) for answer in answers):
+            raise SystemExit("a receiver has wrong bits")
+        encode_s = encoded["end"] - encoded["start"]
+        publish_s = published["end"] - published["start"]
+        fetched_s = max(answer["fetched"] for answer in answers) - beside["start"]
+        times, fetched = publish_s / max(encode_s, upload_s), fetched_s / (beside["end"] - beside["start"])
+        cells = (f"{rate:g} %", f"{nbytes / 1e6:.1f}", f"{encode_s:.2f}", f"{upload_s:.2f}", f"{publish_s:.2f}")
+        sealed = f"{published['sealed'] - published['start']:.2f}"
+        report.add(*cells, sealed, f"{times:.2f} x", "", target="<= 1.15 x of the longer", met=times <= 1.15)
+        report.add("", "", "", "", "", "", "", f"{fetched:.2f} x", target="<= 1.1 x of publish", met=fetched <= 1.1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=1024, help="size of the state")
+    parser.add_argument("--rates", default="1,30,100", help="percent of the weights that change; 100 is an anchor")
+    parser.add_argument("--mb-per-s", type=float, default=100.0, help="bandwidth of the link, each way")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--receivers", type=int, default=2)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(json.loads(arguments.child))
+        return 0
+    report = Report(f"{arguments.ranks} ranks publish {arguments.mib} MiB over {arguments.mb_per_s:g} MB/s")
+    cores = sorted(os.sched_getaffinity(0))
+    of_ranks = cores[: len(cores) // 2]
+    os.sched_setaffinity(0, cores[len(of_ranks) :])
+    with SeaweedS3() as server, ShapedLink(server.endpoint_url, arguments.mb_per_s) as link:
+        os.environ.update(server.environment)
+        if importlib.util.find_spec("numba"):
+            os.environ[kernels.ENVIRONMENT_VARIABLE] = "numba"  # from the start, in all processes
+        for rate in (float(rate) for rate in arguments.rates.split(",")):
+            with tempfile.TemporaryDirectory(prefix="dcr-bench-") as scratch:
+                Bench(server, link, Path(scratch), arguments, of_ranks).measure(rate, report)
+    return report.print("changed", "MB sent", "encode s", "upload s", "publish s", "sealed s", "of longer", "fetched")
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main()))
