@@ -145,7 +145,7 @@ def _check_base(catalog: Catalog, goal: Located, base: Located) -> None:
         )
     if base.row.layout != goal.row.layout:
         raise InvalidInputError(
-            "a fold leads from a version to one of the same tensors; anchor the newer one instead",
+            "a fold leads from a version to one of the same tensors in the same order; anchor the newer one instead",
             key=f"{base.name} {goal.name}",
             expected=f"layout {base.row.layout[:16]}",
             found=f"layout {goal.row.layout[:16]}",
