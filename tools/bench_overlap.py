@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure how encoding, upload and the receivers' fetching overlap where several ranks publish over a link.
 
-    python tools/bench_overlap.py [--mib 1024] [--rates 1,30,100] [--mb-per-s 100] [--ranks 2] [--receivers 2]
+    python tools/bench_overlap.py [--mib 2048] [--rates 1,30,100] [--mb-per-s 100] [--ranks 2] [--receivers 2]
 
 One run, all on this machine: a SeaweedFS server, a link of the given bandwidth (each way) between it and everybody
 else, ranks that hold rows of one tensor and receivers that hold all of it in memory, each a process of its own. The
@@ -23,16 +23,18 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-from bench_store import MIB, Report, made
+from bench_store import MIB, Report, consecutive
 from line_child import LineChild
 from shaped_link import ShapedLink
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 COLUMNS = 4096
 N_UPLOADS = 8
+N_ROUNDS = 3
 
 
 def read_state(file: str, n_rows: int, first: int = 0) -> NDArray[Any]:
@@ -83,7 +86,7 @@ def child(options: dict[str, Any]) -> None:
         os.sched_setaffinity(0, options["cores"])
     options["out"] = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    stores: dict[str, dcr_store.Store] = {}
+    store, url = None, ""
     receiver, fetched, target = None, [0.0], {}
 
     def listen(event: events.Event) -> None:
@@ -92,15 +95,17 @@ def child(options: dict[str, Any]) -> None:
 
     for line in sys.stdin:
         order = json.loads(line)
-        url = order["url"]
-        if url not in stores:
-            stores[url] = dcr_store.open(url, storage_options=order["storage_options"])
+        if store is None or url != order["url"]:
+            if store is not None:
+                store.close()  # and drop its baseline
+            url = order["url"]
+            store = dcr_store.open(url, storage_options=order["storage_options"])
         if "rank" in options:
-            answer = be_rank(options, stores[url], order)
+            answer = be_rank(options, store, order)
         else:
             if receiver is None:
                 target = {"w": read_state(order["file"], options["shape"][0])}
-                receiver = stores[url].receiver(target, spool=options["spool"])
+                receiver = store.receiver(target, spool=options["spool"])
             print(json.dumps({"ready": True}), file=options["out"], flush=True)
             with events.listening(listen):
                 receiver.follow(until=order["version"])
@@ -142,13 +147,13 @@ class Bench:
             return time.time() - start_s, sum(map(len, contents))
 
     def measure(self, rate: float, report: Report) -> None:
-        """Add the rows of a rate: three versions, of which the last counts; of an anchor the first."""
+        """Add the rows of a rate: of one anchor, or the medians of several deltas."""
         arguments, is_anchor = self.arguments, rate >= 100
-        states = made(arguments.mib * MIB // 2, min(rate, 50) / 100, 1 if is_anchor else 3)
-        shape = (len(states[0]) // COLUMNS, COLUMNS)
-        files = [str(self.scratch / f"state-{number}") for number in range(len(states))]
-        for file, bits in zip(files, states, strict=True):
+        n_states = 1 if is_anchor else 2 + N_ROUNDS  # an anchor, and a delta that warms up
+        files = [str(self.scratch / f"state-{number}") for number in range(n_states)]
+        for file, bits in zip(files, consecutive(arguments.mib * MIB // 2, min(rate, 50) / 100, n_states), strict=True):
             bits.tofile(file)
+            shape, digest = (len(bits) // COLUMNS, COLUMNS), crc64(bits)
         in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with contextlib.ExitStack() as stack:
             near = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcr-bench-", dir=in_memory)))
@@ -166,11 +171,12 @@ class Bench:
             spools = [str(self.scratch / f"spool-{rate:g}-{index}") for index in range(arguments.receivers)]
             receivers = [started(spool=spool) for spool in spools]
             self.publish(ranks, url=str(near / "warm"), storage_options=None, file=files[0])
-            for file in files:
-                encoded = self.publish(ranks, url=str(near / "timed"), storage_options=None, file=file)
-            upload_s, nbytes = self.upload_s(near / "timed", encoded["txid"])
-            for file in files:
-                published = self.publish(ranks, url=alone, storage_options=self.options, file=file)
+            encoded = [self.publish(ranks, url=str(near / "timed"), storage_options=None, file=file) for file in files]
+            upload_s, nbytes = self.upload_s(near / "timed", encoded[-1]["txid"])
+            shutil.rmtree(near)
+            near.mkdir()
+            published = [self.publish(ranks, url=alone, storage_options=self.options, file=file) for file in files]
+            fetched = []
             for number, file in enumerate(files):
                 where = {"url": followed, "storage_options": self.options, "file": file}
                 is_followed = number > 0 or is_anchor
@@ -181,21 +187,27 @@ class Bench:
                 time.sleep(1.0)  # they poll by now
                 beside = self.publish(ranks, **where)
                 answers = [receiver.answer() for receiver in receivers if is_followed]
-        if any(answer["digest"] != crc64(states[-1]) for answer in answers):
+                if answers:
+                    fetched_s = max(answer["fetched"] for answer in answers) - beside["start"]
+                    fetched.append(fetched_s / (beside["end"] - beside["start"]))
+        if any(answer["digest"] != digest for answer in answers):
             raise SystemExit("a receiver has wrong bits")
-        encode_s = encoded["end"] - encoded["start"]
-        publish_s = published["end"] - published["start"]
-        fetched_s = max(answer["fetched"] for answer in answers) - beside["start"]
-        times, fetched = publish_s / max(encode_s, upload_s), fetched_s / (beside["end"] - beside["start"])
+        encode_s, publish_s = typical_s(encoded, "end"), typical_s(published, "end")
+        times, last = publish_s / max(encode_s, upload_s), median(fetched[-N_ROUNDS:])
         cells = (f"{rate:g} %", f"{nbytes / 1e6:.1f}", f"{encode_s:.2f}", f"{upload_s:.2f}", f"{publish_s:.2f}")
-        sealed = f"{published['sealed'] - published['start']:.2f}"
+        sealed = f"{typical_s(published, 'sealed'):.2f}"
         report.add(*cells, sealed, f"{times:.2f} x", "", target="<= 1.15 x of the longer", met=times <= 1.15)
-        report.add("", "", "", "", "", "", "", f"{fetched:.2f} x", target="<= 1.1 x of publish", met=fetched <= 1.1)
+        report.add("", "", "", "", "", "", "", f"{last:.2f} x", target="<= 1.1 x of publish", met=last <= 1.1)
+
+
+def typical_s(rounds: list[dict[str, Any]], what: str) -> float:
+    """Return the median time from the order on, without the anchor and the first delta if there are others."""
+    return median([item[what] - item["start"] for item in rounds[-N_ROUNDS:]])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=1024, help="size of the state")
+    parser.add_argument("--mib", type=int, default=2048, help="size of the state")
     parser.add_argument("--rates", default="1,30,100", help="percent of the weights that change; 100 is an anchor")
     parser.add_argument("--mb-per-s", type=float, default=100.0, help="bandwidth of the link, each way")
     parser.add_argument("--ranks", type=int, default=2)

@@ -97,13 +97,19 @@ class Report:
 
 def made(n_elements: int, rate: float, n_steps: int = 2) -> list[U16]:
     """Return the bits of consecutive states."""
+    return list(consecutive(n_elements, rate, n_steps))
+
+
+def consecutive(n_elements: int, rate: float, n_steps: int) -> Iterator[U16]:
+    """Yield the bits of consecutive states."""
     rng = np.random.default_rng(0)
     blocks = [weights(rng, min(BLOCK, -(-n_elements // CHUNK) * CHUNK))]
     while len(blocks) < n_steps:
         blocks.append(step(rng, blocks[-1], rate))
     size = len(blocks[0])
     shifts = [int(shift) for shift in rng.integers(0, size, -(-n_elements // size))]
-    return [np.concatenate([np.roll(block, shift) for shift in shifts])[:n_elements] for block in blocks]
+    for block in blocks:
+        yield np.concatenate([np.roll(block, shift) for shift in shifts])[:n_elements]
 
 
 def tensors_of(bits: U16) -> State:
