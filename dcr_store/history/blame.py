@@ -271,8 +271,7 @@ def _runs(catalog: Catalog, line: str, rows: _Rows) -> Iterator[BlameRun]:
     bounds = [0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), rows.n] if rows.n else []
     for first, last in itertools.pairwise(bounds):
         number = int(rows.versions[first])
-        row = catalog.row(line, number)
-        assert row is not None
+        row = catalog.require_row(line, number)
         start, stop = rows.first + rows.step * first, rows.first + rows.step * (last - 1) + 1
         is_kept = not catalog.is_expired(Located(line, row))
         yield BlameRun(start, stop, rows.step, version_name(line, number), bool(rows.is_exact[first]), is_kept)

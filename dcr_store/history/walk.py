@@ -73,9 +73,7 @@ def iter_states(
     end = log.state.next_version if stop is None else min(stop, log.state.next_version)
     walker = _Walker(catalog, tensors, framework)
     for number in range(start, end, step):
-        row = catalog.row(line, number)
-        assert row is not None
-        located = Located(line, row)
+        located = Located(line, catalog.require_row(line, number))
         if not catalog.is_expired(located):
             try:
                 yield while_kept(catalog, [located], lambda located=located: walker.go_on(located))  # type: ignore[misc]

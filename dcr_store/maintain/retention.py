@@ -178,9 +178,7 @@ def expire(
 
 
 def _at(catalog: Catalog, line: str, number: int) -> Located:
-    row = catalog.row(line, number)
-    assert row is not None
-    return Located(line, row)
+    return Located(line, catalog.require_row(line, number))
 
 
 def _without(numbers: Ranges, others: Iterable[int]) -> Ranges:

@@ -214,10 +214,9 @@ def _look(
 def _moved(catalog: Catalog, versions: Sequence[tuple[Located, int]], bar: _Bar) -> list[Moved]:
     found = []
     for located, nbytes in versions:
-        row = catalog.row(located.line, located.row.version - 1)
-        assert row is not None
+        before = Located(located.line, catalog.require_row(located.line, located.row.version - 1))
         try:
-            measured = diff(catalog, Located(located.line, row), located, n_rows=0).measured
+            measured = diff(catalog, before, located, n_rows=0).measured
         except NotFoundError:  # one of the two has expired meanwhile
             measured = None
         bar.step(nbytes)

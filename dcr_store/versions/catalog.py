@@ -132,9 +132,7 @@ class Catalog(References):
 
     def contents_of_edge(self, line: str, edge: Edge) -> VersionContents:
         """Return what an edge consists of."""
-        row = self.row(line, edge.version)
-        assert row is not None
-        return self._contents(edge, row)
+        return self._contents(edge, self.require_row(line, edge.version))
 
     def _contents(self, edge: Edge, row: VersionRow) -> VersionContents:
         ref = row.manifest if edge.txid == row.txid else edge.manifest

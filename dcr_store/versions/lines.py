@@ -122,6 +122,20 @@ class Lines:
         """Return one version of a line, or of those that it goes on from, or None (as of the last refresh)."""
         return self.log(self.owner(line, version)).row(version)
 
+    def require_row(self, line: str, version: int) -> VersionRow:
+        """Return one version of a line, or of those that it goes on from; ``IntegrityError`` if it is not there."""
+        row = self.row(line, version)
+        if row is None:
+            owner = self.owner(line, version)
+            raise IntegrityError(
+                f"the logs of {line} and {owner} lead to a version that the latter has not; they were damaged, or "
+                "written by a broken client",
+                key=version_name(owner, version),
+                expected="a version",
+                found=f"{self.log(owner).state.next_version} versions",
+            )
+        return row
+
     def history(self, line: str, told: History | None = None) -> History:
         """Return what maintenance did to a line; what a copy lacks counts as expired there.
 

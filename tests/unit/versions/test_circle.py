@@ -1,7 +1,8 @@
-"""Lines that say to go on from each other: whoever looks for their past is told so, and comes to an end."""
+"""Lines that say to go on from each other, or from what is not there: whoever looks for their past is told so."""
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Callable, Iterator
 
@@ -9,14 +10,30 @@ import numpy as np
 import pytest
 
 import dcr_store
-from dcr_store.errors import IntegrityError
+from dcr_store.errors import IntegrityError, NotFoundError
 from dcr_store.format.fields import now
 from dcr_store.format.names import new_txid, record_key
 from dcr_store.format.records import Origin
+from dcr_store.format.rows import VersionRow
 from dcr_store.store import Store
 from dcr_store.versions import catalog
 
 LINES = ("a", "b", "c")
+
+
+def put_origin(store: Store, line: str, parent: str, row: VersionRow) -> None:
+    record = Origin(
+        line=line,
+        seq=0,
+        id=new_txid(),
+        prev=store._catalog.store_sha256,
+        created_at=now(),
+        parent=parent,
+        fork_seq=0,
+        fork_sha256="0" * 64,
+        row=row,
+    )
+    store._objects.put(record_key(line, 0), record.to_bytes())
 
 
 @pytest.fixture
@@ -29,18 +46,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
                 transaction.write("w", np.full(70, value, np.int32))
         rows = store._catalog.rows("main")
         for line, parent, number in zip(LINES, (*LINES[1:], LINES[0]), (2, 1, 1), strict=True):
-            record = Origin(
-                line=line,
-                seq=0,
-                id=new_txid(),
-                prev=store._catalog.store_sha256,
-                created_at=now(),
-                parent=parent,
-                fork_seq=0,
-                fork_sha256="0" * 64,
-                row=rows[number],
-            )
-            store._objects.put(record_key(line, 0), record.to_bytes())
+            put_origin(store, line, parent, rows[number])
     steps = iter(range(200))
 
     def read_to(self: catalog.Catalog, line: str, version: int) -> object:
@@ -80,6 +86,19 @@ def test_verify_lists_a_circle(url: str, depth: str) -> None:
         assert len([problem for problem in report.problems if problem.key.startswith("log/")]) >= len(LINES)
         assert store.verify("a@1", depth=depth).problems
         assert store.verify("main@2", depth=depth).ok
+
+
+def test_a_line_from_a_version_that_its_parent_has_not(url: str) -> None:
+    with dcr_store.open(url) as store:
+        row = store._catalog.fresh("main").row(2)
+        assert row is not None
+        put_origin(store, "ahead", "main", dataclasses.replace(row, version=9))
+        with pytest.raises(IntegrityError, match="lead to a version") as caught:
+            list(store.iter_states("ahead"))
+        assert caught.value.key == "main@3"
+        with pytest.raises(NotFoundError, match="ahead@4: no such version"):
+            store.read("ahead@4")
+        assert not store.verify("ahead").ok
 
 
 def test_a_fork_of_a_fork_from_before_it_is_none(url: str) -> None:
