@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from dcr_store.errors import DcrError
+from dcr_store.errors import DcrError, NotFoundError
 from dcr_store.format import canonical
 from dcr_store.format.documents import Base
 from dcr_store.format.names import checkpoint_key, hint_key, numbered, record_key, version_name, version_number
@@ -77,24 +77,26 @@ def _read(
     elif hint is not None:
         length = max(length, hint.length)
 
-    def get(seq: int) -> bytes | None:
+    def get(seq: int) -> bytes | DcrError:
         try:
             return catalog.objects.get(record_key(line, seq))
-        except DcrError:
-            return None
+        except DcrError as error:
+            return error
 
     with Threads(_N_READERS) as pool:
         blobs = list(pool.map(get, range(length)))
-    while (data := get(len(blobs))) is not None:  # a listing may lag
+    while isinstance(data := get(len(blobs)), bytes):  # a listing may lag
         blobs.append(data)
     for seq, blob in enumerate(blobs):
         key = record_key(line, seq)
-        if blob is None:
+        if isinstance(blob, bytes):
+            result.sizes[key] = len(blob)
+        elif isinstance(blob, NotFoundError):
             message = "the log record is missing; restore it from a copy of the store"
             result.problems.append(Problem(key, message, f"{len(blobs)} records", "nothing"))
         else:
-            result.sizes[key] = len(blob)
-    return blobs
+            result.problems.append(Problem.of(blob, key))
+    return [blob if isinstance(blob, bytes) else None for blob in blobs]
 
 
 def _parse(catalog: Catalog, line: str, blobs: list[bytes | None], result: LogCheck) -> list[Record | None]:

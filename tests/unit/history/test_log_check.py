@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from log_records import abort, begin
 
 import dcr_store
+from dcr_store.errors import StorageError
 from dcr_store.format import canonical
 from dcr_store.format.copies import DETACHED_KEY
 from dcr_store.format.names import checkpoint_key, hint_key, record_key
@@ -20,6 +22,7 @@ from dcr_store.history.report import Problem
 from dcr_store.log.checkpoints import Hint, read_hint, write_hint
 from dcr_store.log.fold import LineState
 from dcr_store.log.line import next_fields
+from dcr_store.objects.memory import MemoryObjects
 from dcr_store.store import Store
 
 
@@ -68,6 +71,21 @@ def test_one_version(store: Store) -> None:
     report = store.verify("main@3", deep=True)
     assert report.ok
     assert report.versions == ["main@0", "main@1", "main@2", "main@3"]
+
+
+def test_a_record_that_may_not_be_read_is_not_called_missing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    get, refused = MemoryObjects.get, record_key("main", 3)
+
+    def forbid(self: MemoryObjects, key: str, *args: Any, **kwargs: Any) -> bytes:
+        if key == refused:
+            raise StorageError("access denied", key=key)
+        return get(self, key, *args, **kwargs)
+
+    with dcr_store.open(store.url) as other:
+        other.log()
+        monkeypatch.setattr(MemoryObjects, "get", forbid)
+        (found,) = [problem for problem in other.verify(depth="log").problems if problem.key == refused]
+    assert found.what == "access denied"
 
 
 @pytest.mark.parametrize("seq", [0, 1, 7, 15, 16, 17])
