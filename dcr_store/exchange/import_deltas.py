@@ -20,11 +20,12 @@ import numpy as np
 
 from dcr_store import events
 from dcr_store.errors import ConflictError, FormatError, InvalidInputError, NotFoundError
-from dcr_store.exchange.delta_directory import Delta, check, directory_name, list_series, patch, read_delta
+from dcr_store.exchange.delta_directory import Delta, Octets, check, directory_name, list_series, patch, read_delta
 from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.objects.transfer import map_bounded
 from dcr_store.receive import copy_building
 from dcr_store.receive.pull import pull
+from dcr_store.targets.checkpoint import open_checkpoint
 from dcr_store.targets.paths import local_path
 from dcr_store.targets.safetensors_file import FileTensor, read_header
 from dcr_store.versions.catalog import Catalog, Located
@@ -133,8 +134,22 @@ def _begin_line(publisher: _Publisher, series: Mapping[int, Path], base: str | o
         )
     current = first - 1 if delta is None else delta.base_version
     if base is not None:
-        publisher.publish(local_path(base, "base"), current, str(base))
+        place = local_path(base, "base")
+        if delta is not None:
+            _prove(delta, place)
+        publisher.publish(place, current, str(base))
     return current
+
+
+def _prove(delta: Delta, base: Path) -> None:
+    """Apply a delta to copies of a checkpoint's tensors: a wrong base is to be no version."""
+    with open_checkpoint(base) as checkpoint:
+
+        def copy(name: str) -> Octets:
+            return checkpoint.bits(name).view(np.uint8).copy()
+
+        sizes = {name: tensor.end - tensor.begin for name, (_, tensor) in checkpoint.tensors.items()}
+        _apply(delta, sizes, copy, f"check {delta.place.name}")
 
 
 def _import(catalog: Catalog, publisher: _Publisher, version: int, place: Path, current: int, work: Path) -> None:
@@ -153,7 +168,7 @@ def _import(catalog: Catalog, publisher: _Publisher, version: int, place: Path, 
         )
     if not work.exists():
         _check_out(catalog, publisher.line, work)
-    _apply(delta, work)
+    _apply_in_place(delta, work)
     publisher.publish(work, version, place.name)
 
 
@@ -209,15 +224,34 @@ def _check_out(catalog: Catalog, line: str, work: Path) -> None:
     shutil.rmtree(work / OWN_DIRECTORY)  # what it says will not be so any more
 
 
-def _apply(delta: Delta, work: Path) -> None:
-    """Apply a delta to a checkpoint in place, and prove every tensor that it changes."""
-    places: dict[str, tuple[Path, FileTensor]] = {
+def _apply_in_place(delta: Delta, work: Path) -> None:
+    """Apply a delta to a checkpoint, and prove every tensor that it changes."""
+    places = {
         tensor.name: (path, tensor)
         for path in sorted(work.glob("*.safetensors"))
         for tensor in read_header(path).tensors
     }
+
+    def mapped(name: str) -> Octets:
+        path, tensor = places[name]
+        return np.memmap(path, np.uint8, "r+", tensor.begin, (sizes[name],)) if sizes[name] else np.zeros(0, np.uint8)
+
+    sizes = {name: tensor.end - tensor.begin for name, (_, tensor) in places.items()}
+    _apply(delta, sizes, mapped, f"import {delta.place.name}")
+
+
+def _apply(delta: Delta, sizes: Mapping[str, int], region_of: Callable[[str], Octets], task: str) -> None:
+    """Apply a delta to the bytes of tensors, and prove each of them.
+
+    Parameters
+    ----------
+    sizes : mapping of str to int
+        In bytes, of all tensors that there are.
+    region_of : callable
+        Returns the bytes of a tensor, to be changed in place.
+    """
     for path, blob, _ in delta.blobs:
-        if blob.name not in places:
+        if blob.name not in sizes:
             raise FormatError(
                 "changes a tensor that its base does not have", key=f"{path}#{blob.name}", expected="one of the base's"
             )
@@ -225,20 +259,14 @@ def _apply(delta: Delta, work: Path) -> None:
     def apply(item: tuple[Path, FileTensor, str]) -> int:
         path, blob, expected = item
         key = f"{path}#{blob.name}"
-        where, tensor = places[blob.name]
-        nbytes = tensor.end - tensor.begin
-        region = np.zeros(0, np.uint8)
-        if nbytes:
-            region = np.memmap(where, np.uint8, "r+", tensor.begin, (nbytes,))
-        frame = memoryview(b"")
+        region, frame = region_of(blob.name), memoryview(b"")
         if blob.end > blob.begin:
             frame = np.memmap(path, np.uint8, "r", blob.begin, (blob.end - blob.begin,)).data
         patch(frame, delta.encoding, region, key)
         check(delta.checksum, region, expected, key)
-        return nbytes
+        return len(region)
 
-    total = sum(places[blob.name][1].end - places[blob.name][1].begin for _, blob, _ in delta.blobs)
-    done = 0
+    done, total = 0, sum(sizes[blob.name] for _, blob, _ in delta.blobs)
     for nbytes in map_bounded(apply, delta.blobs, n_parallel=_N_PARALLEL):
         done += nbytes
-        events.progress(f"import {delta.place.name}", done, total)
+        events.progress(task, done, total)

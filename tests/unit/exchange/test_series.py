@@ -212,7 +212,19 @@ def test_a_base_that_is_another_one_is_found_by_its_checksums(tmp_path: Path) ->
         with pytest.raises(IntegrityError, match="builds on another base") as caught:
             store.import_series(series, base=write_checkpoint(tmp_path / "base", wrong))
         assert "a.weight" in str(caught.value)
-        assert [info.version for info in store.log()] == ["main@0"], "only the base, which is what was given"
+        assert store.log() == [], "what it does not fit is no version"
+        store.import_series(series, base=write_checkpoint(tmp_path / "right", STATES[0]))
+        require(store, "main@4", STATES[4])
+
+
+def test_a_base_without_a_tensor_that_the_series_changes(tmp_path: Path) -> None:
+    series = write_series(tmp_path / "series", "xor")
+    fewer = {name: array for name, array in STATES[0].items() if name != "a.weight"}
+    with create() as store:
+        with pytest.raises(FormatError, match="its base does not have") as caught:
+            store.import_series(series, base=write_checkpoint(tmp_path / "base", fewer))
+        assert "#a.weight" in str(caught.value)
+        assert store.log() == []
 
 
 ONE = "b.bias"
