@@ -31,6 +31,7 @@ from dcr_store.layout.layout import Layout
 from dcr_store.layout.pieces import Piece
 from dcr_store.log.fold import LineState, OpenTransaction
 from dcr_store.log.line import LineLog
+from dcr_store.objects.threads import Threads
 from dcr_store.payload.contributions import Rows
 from dcr_store.payload.version import Table, read_manifest
 from dcr_store.publish.committing import Proposal, Sealed, append_commit, missing_if_ended, propose, store_proposal
@@ -278,33 +279,40 @@ class SliceTransaction(Ending):
 
     def _commit_all(self, deadline: float | None, timeout_s: float | None) -> VersionRow:
         if self._proposed is None:
-            watch = SealWatch(self._catalog.objects, self._keys, self._pending.writers)
-            events.reached("publish.seals.awaited", self.version)
-            for _ in tries(deadline):
-                watch.look()
-                if not watch.missing(self.attempt):
-                    break
-                self._require_ours(self._log.refresh())
-            missing = watch.missing(self.attempt)
-            if missing:
-                raise LagError(
-                    f"{len(missing)} of {len(watch.writers)} writers have not sealed {self.version} after "
-                    f"{timeout_s:g} s: {', '.join(missing[:8])}",
-                    key=self.txid,
-                    advice="commit again to go on waiting, or abort",
-                )
-            events.reached("publish.seals.found", self.version)
-            with missing_if_ended(self._log, self._require_ours):
-                found = watch.sealed(self.attempt)
-                self._check_ownership(watch, found)
-            sealed = [item for item, _ in found]
-            base, files = self._of_base()
+            with Threads(1) as pool:
+                # Each is a chain of requests, and neither needs the other.
+                reading = None if self._catalog.objects.is_local else pool.submit(self._of_base)
+                sealed = self._await_seals(deadline, timeout_s)
+                base, files = self._of_base() if reading is None else reading.result()
             proposal = propose(self._keys, self.attempt, self.layout, base, sealed, files, self._chunk_elements)
             self._proposed = self.attempt, sealed, proposal
         _, sealed, proposal = self._proposed
         with missing_if_ended(self._log, self._require_ours):
             store_proposal(self._catalog.objects, self._keys, sealed, proposal)
         return append_commit(self._log, proposal, self._require_ours)
+
+    def _await_seals(self, deadline: float | None, timeout_s: float | None) -> list[Sealed]:
+        """Return what all writers have sealed, once they have."""
+        watch = SealWatch(self._catalog.objects, self._keys, self._pending.writers)
+        events.reached("publish.seals.awaited", self.version)
+        for _ in tries(deadline):
+            watch.look()
+            if not watch.missing(self.attempt):
+                break
+            self._require_ours(self._log.refresh())
+        missing = watch.missing(self.attempt)
+        if missing:
+            raise LagError(
+                f"{len(missing)} of {len(watch.writers)} writers have not sealed {self.version} after "
+                f"{timeout_s:g} s: {', '.join(missing[:8])}",
+                key=self.txid,
+                advice="commit again to go on waiting, or abort",
+            )
+        events.reached("publish.seals.found", self.version)
+        with missing_if_ended(self._log, self._require_ours):
+            found = watch.sealed(self.attempt)
+            self._check_ownership(watch, found)
+        return [item for item, _ in found]
 
     def _check_ownership(self, watch: SealWatch, found: Sequence[tuple[Sealed, ObjectRef]]) -> None:
         """Check who owns what, unless the same documents of the same writers were found right before.
@@ -366,7 +374,11 @@ class SliceTransaction(Ending):
 
     def _require_counted(self, located: Located) -> None:
         """Refuse a version that has, of this writer, other bits: those of a process that used its name as well."""
-        manifest = read_manifest(self._catalog.objects, located.row.manifest)
+        proposal = None if self._proposed is None else self._proposed[2]
+        if proposal is not None and proposal.ref == located.row.manifest:
+            manifest = proposal.manifest
+        else:
+            manifest = read_manifest(self._catalog.objects, located.row.manifest)
         seal = next(seal for seal in manifest.seals if seal.writer == self.writer)
         if seal.incarnation == self._writer.partitions.incarnation:
             return
