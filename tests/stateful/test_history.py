@@ -426,7 +426,8 @@ class HistoryMachine(RuleBasedStateMachine):
                 )
 
     def layout(self, version: Version) -> str:
-        return self.store._catalog.rows(version.line)[version.number].layout
+        layout: str = facts(self.store._objects, version.line).commits[version.number]["layout"]
+        return layout
 
     def leads(self, line: str, low: int, high: int) -> bool:
         edges, reached = edges_that_lead_on(facts(self.store._objects, line)), {low}
