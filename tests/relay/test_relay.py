@@ -361,31 +361,70 @@ def test_bodies_that_never_come_block_no_other(upstream: Watched, tmp_path: Path
     assert upstream.count("put_if_absent", "a") == 0
 
 
+def asks(relay: RelayThread, key: str, digest: str = "") -> socket.socket:
+    """Ask for an object; return the connection, from which nothing has been read."""
+    connection = socket.create_connection(("127.0.0.1", int(relay.url.rpartition(":")[2])), timeout=60)
+    connection.sendall(f"GET /v1/objects/{key} HTTP/1.1\r\nHost: x\r\n{digest}\r\n".encode())
+    return connection
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_readers_that_never_read_are_cut_off(
     upstream: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    from dcr_store.relay import server
+    from dcr_store.relay import server, wire
 
-    monkeypatch.setattr(server, "SILENCE_S", 0.5)
-    monkeypatch.setattr(server, "ANSWERS_NBYTES", 40 * MIB)
-    data = bytes(48 * MIB)
+    data, cut, is_cut = bytes(48 * MIB), wire.cut, threading.Event()
+
+    def cutting(request: Any) -> Exception:
+        error = cut(request)
+        is_cut.set()
+        return error
+
     upstream.put("a", data)
     with RelayThread(upstream, tmp_path / "cache", policy=IMPATIENT) as relay:
-        with socket.create_connection(("127.0.0.1", int(relay.url.rpartition(":")[2]))) as deaf:
-            digest = f"Dcr-Sha256: {sha256(data)}\r\n" if known else ""
-            deaf.sendall(f"GET /v1/objects/a HTTP/1.1\r\nHost: x\r\n{digest}\r\n".encode())
-            time.sleep(0.3)
-            if not known:  # what it holds is counted while it is there
-                with pytest.raises(StorageError, match="as many answers"):
-                    open_objects(relay.url, retry=RetryPolicy(deadline_s=0)).get("dcr.json")
-            time.sleep(1.0)
-            got = 0
-            with contextlib.suppress(ConnectionError):
-                while piece := deaf.recv(1 << 20):
-                    got += len(piece)
-            assert got < len(data)
+        with monkeypatch.context() as patched:
+            patched.setattr(server, "SILENCE_S", 0.5)
+            patched.setattr(wire, "cut", cutting)
+            with asks(relay, "a", f"Dcr-Sha256: {sha256(data)}\r\n" if known else "") as deaf:
+                assert is_cut.wait(60)
+                got = 0
+                with contextlib.suppress(ConnectionError):
+                    while piece := deaf.recv(1 << 20):
+                        got += len(piece)
+                assert got < len(data)
         assert open_objects(relay.url).get("a", sha256=sha256(data) if known else None) == data
+
+
+def test_an_answer_that_nobody_takes_counts_while_it_is_there(
+    upstream: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dcr_store.relay import server
+
+    monkeypatch.setattr(server, "ANSWERS_NBYTES", 40 * MIB)
+    upstream.put("a", bytes(48 * MIB))
+    upstream.put("b", b"b")
+
+    def is_full() -> bool:
+        try:
+            assert open_objects(relay.url, retry=RetryPolicy(deadline_s=0)).get("b") == b"b"
+        except StorageError as error:
+            if "as many answers" not in str(error):
+                raise
+            return True
+        return False
+
+    def wait(full: bool) -> None:
+        end = time.monotonic() + 60
+        while is_full() != full:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    with RelayThread(upstream, tmp_path / "cache", policy=IMPATIENT) as relay:
+        with asks(relay, "a"):
+            wait(full=True)
+            assert is_full()
+        wait(full=False)  # who did not take it has left
 
 
 # ---------------------------------------------------------------------- how old answers may be
