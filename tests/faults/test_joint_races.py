@@ -158,15 +158,15 @@ def test_a_writer_that_slept_and_the_one_in_its_place(
     line.check_all()
 
 
-def await_seal(directory: Place, writer: str) -> None:
-    """Wait until a process has sealed as `writer` in the open transaction."""
+def await_seals(directory: Place, writer: str, n_processes: int) -> None:
+    """Wait until that many processes have sealed as `writer` in the open transaction."""
     with directory.open() as store:
         objects, pending = store._catalog.objects, store._catalog.log("main").refresh().open
         assert pending is not None
         prefix = f"{TransactionKeys('main', pending.version, pending.txid).prefix}journal/"
         entries: list[JournalEntry] = []
         deadline = time.monotonic() + 40
-        while not any(entry.writer == writer and entry.seal for entry in entries):
+        while len({entry.incarnation for entry in entries if entry.writer == writer and entry.seal}) < n_processes:
             assert time.monotonic() < deadline, [(entry.writer, entry.incarnation, entry.seq) for entry in entries]
             time.sleep(0.01)
             entries = [JournalEntry.from_bytes(objects.get(key), key) for key in objects.list(prefix)]
@@ -192,9 +192,9 @@ def test_a_writer_that_slept_with_other_weights_is_told(nursery: Nursery, direct
         assert outcome.kind == ConflictError.kind, outcome
         assert "committed with what another process sealed as writer r1" in outcome.message
     else:
-        await_seal(directory, "r1")  # else it would refuse what the sleeper journals
+        await_seals(directory, "r1", 1)  # else it would refuse what the sleeper journals
         sleeper.signal(signal.SIGCONT)
-        time.sleep(0.5)
+        await_seals(directory, "r1", 2)  # else the version could be committed without it
         children[2] = line.start(2, 1, gives_up=True)
         refused = children[0].wait()
         assert refused.kind == ConflictError.kind, refused
