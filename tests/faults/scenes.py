@@ -231,6 +231,25 @@ def rounds(n: int, struck: Sequence[bool], n_enough: int) -> Iterator[int]:
     raise AssertionError("they end before they are killed")
 
 
+class Instants:
+    """When to kill what takes about `lasts_s`: at random in that time, of which more is known with each that was.
+
+    It may have been measured in a busy moment, and from then on all would end before they are killed.
+    """
+
+    def __init__(self, rng: random.Random, lasts_s: float) -> None:
+        self._rng, self._lasts_s, self._after_s = rng, lasts_s, 0.0
+
+    def next(self, part: float = 1.0) -> float:
+        """Return after how many seconds to kill the next one: up to `part` of the time, which may be above 1."""
+        self._after_s = self._rng.uniform(0.0, part * self._lasts_s)
+        return self._after_s
+
+    def note(self, *, struck: bool) -> None:
+        """Note whether the last one was killed before its end."""
+        self._lasts_s = 1.1 * self._lasts_s if struck else min(self._lasts_s, max(self._after_s, 0.001))
+
+
 def seeded(*names: object) -> random.Random:
     """Return a generator for one scenario, from the seed of the session."""
     return random.Random(f"{SEED} {names}")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from faults.kept import KINDS, Job, Kept, harm_spool
 from faults.processes import Child, Nursery
-from faults.scenes import KILLS, OCCURRENCES, Place, rounds, seeded
+from faults.scenes import KILLS, OCCURRENCES, Instants, Place, rounds, seeded
 from group_replay import replay
 
 from dcr_store.store import Store
@@ -168,7 +168,7 @@ def test_members_killed_at_random_instants(
     names = list(cluster.members)
     began = time.monotonic()
     cluster.settle({name: nursery.start(**cluster.job(name, 0)) for name in names}, 0)
-    lasts_s = time.monotonic() - began
+    instants = Instants(rng, time.monotonic() - began)
     struck: list[bool] = []
     for _ in rounds(KILLS // 2, struck, KILLS // 4):
         version = cluster.publish()
@@ -178,11 +178,12 @@ def test_members_killed_at_random_instants(
         history: list[tuple[str, str]] = []
         try:
             for _ in range(rng.randrange(1, 2 * len(names))):
-                time.sleep(rng.uniform(0.0, lasts_s))
+                time.sleep(instants.next())
                 name = rng.choice(names)
                 kept = cluster.members[name]
                 children[name].signal(signal.SIGKILL)
                 struck.append(children[name].wait().killed)
+                instants.note(struck=struck[-1])
                 kept.assert_old_or_new({None, version - 1, version})
                 harm = rng.choice(kept.harms)
                 kept.harm(harm, rng)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from faults.processes import Nursery
-from faults.scenes import KILLS, OCCURRENCES, Place, assert_nothing_twice, every, rounds, seeded, strikes
+from faults.scenes import KILLS, OCCURRENCES, Instants, Place, assert_nothing_twice, every, rounds, seeded, strikes
 from faults.writers import N_RANKS, Ranks, other, states
 
 from dcr_store.errors import FencedError
@@ -72,7 +72,7 @@ def test_killed_at_random_times(nursery: Nursery, place: Place, scratch: Path) -
     line.publish(0)
     began = time.monotonic()
     line.publish(1)
-    lasts_s = time.monotonic() - began
+    instants = Instants(rng, time.monotonic() - began)
     struck: list[bool] = []
     n_rounds = KILLS if not place.is_slow else max(2, KILLS // 6)
     for nth in rounds(n_rounds, struck, 1):
@@ -80,7 +80,7 @@ def test_killed_at_random_times(nursery: Nursery, place: Place, scratch: Path) -
         line.announced = nth % 2 == 0
         children = line.start_all(state)
         for _ in range(rng.choice([1, 1, 2])):
-            time.sleep(rng.uniform(0.0, 0.8 * lasts_s))
+            time.sleep(instants.next(0.8))
             victims = rng.sample(range(N_RANKS), rng.choice([1, 1, 2, 3, 4]))
             for rank in victims:
                 children[rank].signal(signal.SIGKILL)
@@ -88,6 +88,7 @@ def test_killed_at_random_times(nursery: Nursery, place: Place, scratch: Path) -
                 outcome = children[rank].wait()
                 assert outcome.killed or outcome.ok, outcome
                 struck.append(outcome.killed)
+            instants.note(struck=any(struck[-len(victims) :]))
             store, known = line.known()
             rng.shuffle(victims)
             for rank in victims:

@@ -11,6 +11,7 @@ from faults.processes import Nursery
 from faults.scenes import (
     KILLS,
     SMALL,
+    Instants,
     Place,
     Strike,
     assert_checkpoint,
@@ -154,13 +155,14 @@ def test_killed_at_random_times(nursery: Nursery, place: Place, scratch: Path, c
     line.publish(checkpoints[0])
     began = time.monotonic()
     line.publish(checkpoints[1])
-    lasts_s = time.monotonic() - began
+    instants = Instants(rng, time.monotonic() - began)
     struck: list[bool] = []
     for _ in rounds(KILLS, struck, KILLS // 3):
         if rng.random() < 0.2:
             line.baseline = None if line.baseline else str(scratch / "baseline-main")
         again = rng.choice([0, 0, 0, 1, 2])
-        struck.append(line.killed(rng.choice(checkpoints), None, rng.uniform(0.0, 1.2 * lasts_s), again))
+        struck.append(line.killed(rng.choice(checkpoints), None, instants.next(1.2), again))
+        instants.note(struck=struck[-1])
     line.check_all()
 
 

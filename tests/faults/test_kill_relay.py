@@ -15,7 +15,7 @@ import pytest
 from faults.conftest import Library
 from faults.kept import KINDS
 from faults.processes import Child, Nursery
-from faults.scenes import KILLS, OCCURRENCES, Place, rounds, seeded
+from faults.scenes import KILLS, OCCURRENCES, Instants, Place, rounds, seeded
 from relays import status
 from servers import free_ports
 
@@ -80,7 +80,7 @@ def test_a_relay_killed_at_random_instants(
     relay = nursery.start(**job)
     began = time.monotonic()
     assert bring(2).wait().ok
-    lasts_s = time.monotonic() - began
+    instants = Instants(rng, time.monotonic() - began)
     struck: list[bool] = []
     history: list[tuple[int, str]] = []
     torn: Torn = {}
@@ -88,8 +88,9 @@ def test_a_relay_killed_at_random_instants(
         goal = rng.choice(kept.goals)
         child = bring(goal)
         for _ in range(rng.randrange(1, 3)):
-            time.sleep(rng.uniform(0.0, lasts_s))
+            time.sleep(instants.next())
             struck.append(not has_ended(child))
+            instants.note(struck=struck[-1])
             relay.signal(signal.SIGKILL)
             assert relay.wait().killed
             assert_consistent(cache, torn)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from copies import readable, require_no_waste, require_prefix, require_whole_or_not_yet
 from faults.processes import Nursery
-from faults.scenes import KILLS, SMALL, Place, behind_relay, rounds, seeded, strikes
+from faults.scenes import KILLS, SMALL, Instants, Place, behind_relay, rounds, seeded, strikes
 from histories import Past, changed, first_state
 from servers import SeaweedS3
 
@@ -93,14 +93,15 @@ def test_killed_at_random_times(nursery: Nursery, past: Past, scratch: Path) -> 
     job = {"do": "upkeep", "store": past.store.url, "options": None, **SMALL}
     began = time.monotonic()
     nursery.finish(**job, calls=[("copy_to", [str(url)], {})])
-    lasts_s = time.monotonic() - began
+    instants = Instants(rng, time.monotonic() - began)
     for nth in rounds(max(1, KILLS // 6), struck, 1):
         url = scratch / f"timed-{nth}"
         for _ in range(3):
             child = nursery.start(**job, calls=[("copy_to", [str(url)], {})])
-            time.sleep(rng.uniform(0.0, 0.5 * lasts_s))
+            time.sleep(instants.next(0.5))
             child.signal(signal.SIGKILL)
             struck.append(child.wait().killed)
+            instants.note(struck=struck[-1])
             if (url / "dcr.json").exists():
                 require_prefix(past.store, dcr_store.open(url))
                 require_whole_or_not_yet(past, dcr_store.open(url))

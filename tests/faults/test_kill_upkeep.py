@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faults.processes import Nursery
-from faults.scenes import KILLS, SMALL, Place, every, rounds, seeded, strikes
+from faults.scenes import KILLS, SMALL, Instants, Place, every, rounds, seeded, strikes
 from states import assert_same, series
 from upkeep import facts, require_no_waste
 
@@ -134,7 +134,7 @@ def test_killed_at_random_times(nursery: Nursery, template: Path, scratch: Path)
     shutil.copytree(template, place.url)
     began = time.monotonic()
     nursery.finish(**job, **place.job)
-    lasts_s = time.monotonic() - began
+    instants = Instants(rng, time.monotonic() - began)
     struck: list[bool] = []
     for nth in rounds(KILLS // 6, struck, 1):
         place = Place(str(scratch / f"{nth}"))
@@ -143,9 +143,10 @@ def test_killed_at_random_times(nursery: Nursery, template: Path, scratch: Path)
             # A fold of what has expired meanwhile is refused, and all else goes on from where it was.
             again = {**job, "calls": calls if facts(place.open()._objects, "main").expired == set() else calls[1:]}
             child = nursery.start(**again, **place.job)
-            time.sleep(rng.uniform(0.0, 0.9 * lasts_s))
+            time.sleep(instants.next(0.9))
             child.signal(signal.SIGKILL)
             struck.append(child.wait().killed)
+            instants.note(struck=struck[-1])
             look(place.open(), must=set(), may=kept)
         again = {**job, "calls": calls if facts(place.open()._objects, "main").expired == set() else calls[1:]}
         nursery.finish(**again, **place.job)
