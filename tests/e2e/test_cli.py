@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import warmed
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 from servers import SeaweedS3
@@ -50,15 +51,7 @@ Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ``dcr`` as a process with piped outputs."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("DCR_", "PYTHON"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "dcr_store", *map(str, arguments)],
-        env={**variables, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = warmed.run(*arguments, **environment)
     if "DCR_DEBUG" not in environment:
         check_manners(done.returncode, done.stdout, done.stderr)
     return done
@@ -653,7 +646,7 @@ def test_output_is_ascii_where_the_locale_is(store: Path, tmp_path: Path) -> Non
 
 
 def test_a_closed_pipe_is_quiet(store: Path) -> None:
-    command = [sys.executable, "-m", "dcr_store", "log", str(store)]
+    command = warmed.command("log", store)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -665,7 +658,7 @@ def test_a_closed_pipe_is_quiet(store: Path) -> None:
 def test_progress_is_drawn_only_on_a_terminal(store: Path, tmp_path: Path) -> None:
     """Standard error is a terminal here; standard output stays plain."""
     terminal, theirs = pty.openpty()
-    command = [sys.executable, "-m", "dcr_store", "checkout", str(store), "main", str(tmp_path / "out")]
+    command = warmed.command("checkout", store, "main", tmp_path / "out")
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
     ) as process:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warmed
 from relays import RelayProcess
 from servers import free_ports
 from states import series, tree, write_hf
@@ -19,17 +19,6 @@ from dcr_store.cli.main import main
 from dcr_store.objects.open import open_objects
 
 TOKEN = "correct-horse-battery-staple"
-
-
-def dcr(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dcr_store", *map(str, arguments)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +37,14 @@ def test_pull_through_a_relay_with_a_token(published: tuple[Path, Path], tmp_pat
     token.write_text(TOKEN + "\n")
     with RelayProcess(str(store), directory=tmp_path / "cache", arguments=["--token-file", str(token)]) as relay:
         assert relay.line == f"{relay.url} serves {store}\n"
-        refused = dcr("log", relay.url)
+        refused = warmed.run("log", relay.url)
         assert refused.returncode == 1
         assert "relay_token_file" in refused.stderr
-        done = dcr("pull", relay.url, tmp_path / "node", DCR_RELAY_TOKEN_FILE=str(token))
+        done = warmed.run("pull", relay.url, tmp_path / "node", DCR_RELAY_TOKEN_FILE=str(token))
         assert (done.returncode, done.stderr) == (0, "")
         assert tree(tmp_path / "node") == tree(checkpoint)
         dead = f"http://127.0.0.1:{free_ports(1)[0]}"
-        other = dcr("log", f"{dead},{relay.url}", "--storage-option", f"relay_token_file={token}")
+        other = warmed.run("log", f"{dead},{relay.url}", "--storage-option", f"relay_token_file={token}")
         assert other.returncode == 0
         assert "main@0" in other.stdout
         assert other.stderr.startswith(f"dcr: warning: upstream {dead} is passed by")
@@ -74,7 +63,7 @@ def test_what_goes_wrong_upstream_is_told(published: tuple[Path, Path], tmp_path
     dead = f"http://127.0.0.1:{free_ports(1)[0]}"
     with RelayProcess(dead, str(published[0]), directory=tmp_path / "cache") as relay:
         for _ in range(2):
-            assert dcr("log", relay.url).returncode == 0
+            assert warmed.run("log", relay.url).returncode == 0
         status, told = relay.stop()
     assert status == 0
     assert told.startswith(f"dcr: upstream {dead} is passed by for 10 s: ")

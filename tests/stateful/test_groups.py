@@ -8,17 +8,16 @@ really prepared. Processes are `Member` objects, each with a port of its own tha
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from group_replay import replay
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from log_records import STORE_SHA256, Writer, holding_store
+from stateful.machines import machine
 from watched import Watched
 
 from dcr_store.errors import ConflictError, FencedError, OutcomeUnknownError, StorageError
@@ -334,9 +333,4 @@ class GroupMachine(RuleBasedStateMachine):
 
 
 TestGroups = GroupMachine.TestCase
-TestGroups.settings = settings(
-    max_examples=int(os.environ.get("DCR_EXAMPLES", "30")),
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+TestGroups.settings = machine(30, 30)

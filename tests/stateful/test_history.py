@@ -8,7 +8,6 @@ that it has expired; and what lies in the store is what the log leads to.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import tempfile
 from collections.abc import Callable
@@ -21,9 +20,9 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from stateful.machines import machine
 from states import assert_same, raw, write_hf
 from upkeep import KilledError, Mortal, edges_that_lead_on, facts, require_no_waste, through
 
@@ -594,9 +593,4 @@ class HistoryMachine(RuleBasedStateMachine):
 
 
 TestHistory = HistoryMachine.TestCase
-TestHistory.settings = settings(
-    max_examples=int(os.environ.get("DCR_EXAMPLES", "40")),
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+TestHistory.settings = machine(40, 50)

@@ -17,9 +17,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from stateful.machines import machine
 from states import assert_same, raw
 
 import dcr_store
@@ -390,9 +390,4 @@ class JointMachine(RuleBasedStateMachine):
 
 
 TestJoint = JointMachine.TestCase
-TestJoint.settings = settings(
-    max_examples=int(os.environ.get("DCR_EXAMPLES", "10")),
-    stateful_step_count=12,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+TestJoint.settings = machine(10, 12)

@@ -5,7 +5,6 @@ Whatever happens, every version reads back as it was written, and every pulled d
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from stateful.machines import machine
 from states import assert_same, raw, tree, write_hf
 
 import dcr_store
@@ -202,9 +201,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(
-    max_examples=int(os.environ.get("DCR_EXAMPLES", "12")),
-    stateful_step_count=14,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+TestStore.settings = machine(12, 14)
