@@ -51,6 +51,7 @@ class Engine(Protocol):
 
 _choosing: Final = threading.Lock()
 _engine: Engine | None = None  # None: not decided yet
+_until_then: Engine | None = None  # None: the environment has not been looked at yet
 _seen_nbytes = 0
 
 
@@ -66,6 +67,15 @@ def engine(nbytes: int = 0) -> Engine:
     if _engine is not None:
         return _engine
     _seen_nbytes += nbytes  # an update that another thread overwrites only puts off the change
+    until_then = _until_then
+    if until_then is None or _seen_nbytes >= NUMBA_FROM_NBYTES:
+        return _decided()
+    return until_then
+
+
+def _decided() -> Engine:
+    """Return the engine that the environment asks for, or by the rule; what is so until then is remembered."""
+    global _until_then
     wanted = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
     if wanted != "auto":
         use_engine(wanted)
@@ -74,7 +84,10 @@ def engine(nbytes: int = 0) -> Engine:
             use_engine("numba")
         except (ImportError, InvalidInputError):  # not installed, or not for this version of NumPy
             use_engine("numpy")
-    return _engine or _load("numpy")
+    if _engine is not None:
+        return _engine
+    _until_then = numpy = _load("numpy")
+    return numpy
 
 
 def use_engine(name: str) -> None:
@@ -90,11 +103,11 @@ def use_engine(name: str) -> None:
     InvalidInputError
         There is no such engine, or numba is not installed.
     """
-    global _engine, _seen_nbytes
+    global _engine, _until_then, _seen_nbytes
     if name not in ENGINES:
         raise InvalidInputError("unknown engine of the chunk coding", expected=" or ".join(ENGINES), found=repr(name))
     with _choosing:
-        _seen_nbytes = 0
+        _seen_nbytes, _until_then = 0, None
         _engine = None if name == "auto" else _load(name)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -334,7 +334,7 @@ def _advance(
         np.copyto(bits, known)
     else:
         target.read_chunk(job.space, chunk, bits)
-        if isinstance(target, ScatterTarget):
+        if _takes_changes(target):
             changes = _listed(encoded, chunk, bits)
             if changes is None and target.is_far:
                 known = scratch(job.space, path.chunk_elements, "known")
@@ -378,13 +378,18 @@ def _write(target: Target, space: str, chunk: int, bits: Bits, known: Bits | Non
 
     `known` are these old bits, where they are at hand and the changes are not.
     """
-    if isinstance(target, ScatterTarget):
+    if _takes_changes(target):
         if changes is None and known is not None and target.is_far:
             changes = find_changes(known, bits)
         if changes is not None and changes[0].nbytes + changes[1].nbytes < bits.nbytes:
             target.xor_chunk(space, chunk, *changes)
             return
     target.write_chunk(space, chunk, bits)
+
+
+def _takes_changes(target: Target) -> TypeGuard[ScatterTarget]:
+    """Return whether a target takes single elements. Asked of every chunk, which ``isinstance`` is too slow for."""
+    return hasattr(target, "xor_chunk")
 
 
 def _encoded(path: Path, step: int, space: str, chunk: int, parsed: Parsed) -> Encoded:

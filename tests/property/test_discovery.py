@@ -192,28 +192,33 @@ BLENDS: list[Callable[[Array, Array], Array]] = [
 ]
 
 
+INDEX = st.integers(0, 5)
+MOVES = st.one_of(
+    st.builds(on, INDEX, st.builds(narrow, INDEX, INDEX, st.integers(0, 5), st.integers(1, 3))),
+    st.builds(on, INDEX, st.builds(permute, INDEX)),
+    st.builds(on, INDEX, st.builds(reshape, st.integers(1, 4))),
+    st.builds(pad, st.integers(0, 3)),
+    st.builds(join, INDEX, INDEX, is_mixed=st.booleans()),
+    st.builds(tie, INDEX),
+    st.builds(drop, INDEX),
+    st.builds(computed, INDEX, st.sampled_from(ARITHMETIC)),
+    st.builds(blend, INDEX, st.sampled_from(BLENDS)),
+)
+STEPS = st.lists(MOVES, max_size=8)  # made once: to check a strategy takes longer than to draw from it
+NAMES = st.lists(st.sampled_from(sorted(DTYPES)), min_size=1, max_size=3)
+SHAPES = st.lists(st.integers(1, 7), max_size=3)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    names = draw(st.lists(st.sampled_from(sorted(DTYPES)), min_size=1, max_size=3))
+    names = draw(NAMES)
     if draw(st.booleans()):
         names = names[:1] * len(names)
     slices = {}
     for index, name in enumerate(names):
-        shape = draw(st.lists(st.integers(1, 7), max_size=3))
+        shape = draw(SHAPES)
         slices[f"s{index}"] = np.zeros(shape, DTYPES[name])
-    index = st.integers(0, 5)
-    moves = st.one_of(
-        st.builds(on, index, st.builds(narrow, index, index, st.integers(0, 5), st.integers(1, 3))),
-        st.builds(on, index, st.builds(permute, index)),
-        st.builds(on, index, st.builds(reshape, st.integers(1, 4))),
-        st.builds(pad, st.integers(0, 3)),
-        st.builds(join, index, index, is_mixed=st.booleans()),
-        st.builds(tie, index),
-        st.builds(drop, index),
-        st.builds(computed, index, st.sampled_from(ARITHMETIC)),
-        st.builds(blend, index, st.sampled_from(BLENDS)),
-    )
-    return Case(slices, draw(st.lists(moves, max_size=8)), dict(zip(slices, names, strict=True)))
+    return Case(slices, draw(STEPS), dict(zip(slices, names, strict=True)))
 
 
 def found_by(discovery: Discovery, case: Case, name: str) -> Array:

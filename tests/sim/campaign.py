@@ -141,6 +141,7 @@ class Runner:
                 break
             if seed % 1000 == 999:
                 gc.collect()
+                gc.freeze()  # what is remembered grows, and is not walked again
             if progress and (report.n_seeds % progress == 0 or report.n_seeds == len(seeds)):
                 used_s = time.process_time() - began_s
                 print(
