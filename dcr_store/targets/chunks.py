@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Final
+
 import numpy as np
 
 from dcr_store.errors import InvalidInputError
 from dcr_store.layout.dtypes import Bits, uint_dtype
 from dcr_store.layout.layout import Layout
+
+_NOISE: Final = hashlib.sha512(b"copies of a tied tensor differ").digest()
 
 
 def check_chunk(
@@ -41,10 +46,20 @@ def check_chunk(
 def spoil_where_copies_differ(copies: list[Bits]) -> None:
     """Set elements of the first copy that are not the same in all to a value that is in none of them.
 
-    So no chunk passes for whole while one copy of a tied tensor is stale.
+    For those who count elements. Another version may have just that value: what is compared by digests needs `spoil`.
     """
     differs = np.flatnonzero(np.any([copy != copies[0] for copy in copies[1:]], axis=0))
     found = np.array([copy[differs] for copy in copies])
     for value in range(len(copies), -1, -1):  # one of these is in none of them
         free = ~np.any(found == value, axis=0)
         copies[0][differs[free]] = value
+
+
+def spoil(out: Bits) -> None:
+    """Make a chunk in which copies differ one that no version has: its first elements become noise.
+
+    So no chunk passes for whole while one copy of a tied tensor is stale. A value of its own for the elements that
+    differ would not do: of a byte, some version may well have it.
+    """
+    start = out.view(np.uint8)[: len(_NOISE)]
+    start[:] = np.frombuffer(_NOISE, np.uint8)[: len(start)]

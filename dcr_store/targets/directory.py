@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self
 import numpy as np
 
 from dcr_store.errors import InvalidInputError, NotFoundError, StorageError
-from dcr_store.targets.chunks import check_chunk, spoil_where_copies_differ
+from dcr_store.targets.chunks import check_chunk, spoil
 from dcr_store.targets.file_bytes import read_exactly, write_exactly
 from dcr_store.targets.file_map import FileMap, Transfer
 from dcr_store.targets.paths import existing_directory, fsync_directory, path_inside
@@ -150,11 +150,13 @@ class DirectoryTarget:
             out[:] = 0
         self._read(transfers, out)
         if self._map.others[space]:
-            copies = [out]
+            torn = False
             for other_map in self._map.others[space]:
-                copies.append(out.copy())
-                self._read(other_map.transfers(start, stop), copies[-1])
-            spoil_where_copies_differ(copies)
+                copy = out.copy()
+                self._read(other_map.transfers(start, stop), copy)
+                torn = torn or bool((copy != out).any())
+            if torn:
+                spoil(out)
 
     def _read(self, transfers: Iterable[Transfer], out: Bits) -> None:
         data = out.view(np.uint8).data

@@ -18,7 +18,7 @@ from dcr_store.errors import InvalidInputError
 from dcr_store.layout.dtypes import DTYPES, Bits, uint_dtype
 from dcr_store.layout.layout import Layout, TensorEntry
 from dcr_store.layout.tensors import describe, memory_key
-from dcr_store.targets.chunks import check_chunk, spoil_where_copies_differ
+from dcr_store.targets.chunks import check_chunk, spoil
 from dcr_store.targets.extents import Extent, extent_of, overlapping
 from dcr_store.targets.live_tensor import DeviceTensor, LiveTensor, live_tensor
 
@@ -45,16 +45,17 @@ class StateDictTarget:
     def read_chunk(self, space: str, chunk: int, out: Bits) -> None:
         """Copy a chunk's current bits into `out`; zeros where no tensor is."""
         start, stop = check_chunk(self.layout, space, chunk, out, self.chunk_elements, writable=True)
-        end = 0
+        end, torn = 0, False
         for entry, first, last, offset in self.layout.pieces(space, start, stop):
             out[end:offset] = 0
             end = offset + last - first
             copies = [out[offset:end], *(np.empty_like(out[offset:end]) for _ in self._bound[entry.name][1:])]
             for tensor, copy in zip(self._bound[entry.name], copies, strict=True):
                 tensor.read(first, last, copy)
-            if len(copies) > 1:
-                spoil_where_copies_differ(copies)
+            torn = torn or any(bool((copy != copies[0]).any()) for copy in copies[1:])
         out[end:] = 0
+        if torn:
+            spoil(out)
 
     def write_chunk(self, space: str, chunk: int, bits: Bits) -> None:
         """Overwrite a chunk; elements of no tensor are dropped."""

@@ -402,3 +402,20 @@ def test_overwrites_and_the_way_back_over_them() -> None:
         for number in (1, 2, 0, 2, 1):
             bringer.bring(store._catalog, version(store._catalog, number), None)
             np.testing.assert_array_equal(live.view(torch.int16).numpy().view(np.uint16), states[number]["u16"][:300])
+
+
+@pytest.mark.parametrize("held", [(99, 0), (0, 99), (99, 1), (2, 0)])
+def test_copies_that_differ_are_not_taken_for_another_version(held: tuple[int, int]) -> None:
+    """Of one byte, every value that could stand for copies that differ is that of some version."""
+    with dcr_store.create(f"memory://{secrets.token_hex(8)}", chunk_elements=64) as store:
+        for value in range(4):
+            tensor = np.array(value, np.uint8)
+            with store.begin() as transaction:
+                transaction.write("w", tensor)
+                transaction.write("tied", tensor)
+        live = {name: np.array(value, np.uint8) for name, value in zip(("w", "tied"), held, strict=True)}
+        assert StateDictBringer(live).held(store._catalog) is None
+        for value in range(4):
+            live["w"][...], live["tied"][...] = held
+            store.load_into(live, f"main@{value}")
+            assert (live["w"], live["tied"]) == (value, value)

