@@ -161,6 +161,15 @@ def test_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.use_engine("fortran")
 
 
+def test_the_environment_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many small chunks, to ask for each took longer than much of the coding."""
+    monkeypatch.delenv(kernels.ENVIRONMENT_VARIABLE, raising=False)
+    kernels.use_engine("auto")
+    assert kernels.engine() is kernels_numpy
+    monkeypatch.setattr(kernels, "_decided", None)
+    assert kernels.engine(1024) is kernels_numpy
+
+
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(kernels.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr(kernels, "NUMBA_FROM_NBYTES", 0)
