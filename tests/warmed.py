@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -92,12 +93,15 @@ class _Server:
             answers = stack.enter_context(connection.makefile("r"))
             pid = int(answers.readline())
             try:
-                status = int(answers.readline())
+                status = answers.readline()
             except TimeoutError:
                 os.kill(pid, signal.SIGKILL)
                 raise subprocess.TimeoutExpired(["dcr", *arguments], TIMEOUT_S) from None
             out, err = (reader.text() for reader in readers)
-        return subprocess.CompletedProcess(["dcr", *arguments], status, out, err)
+        assert status, f"dcr {' '.join(arguments)} died:\n{err}"
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.001)
+        return subprocess.CompletedProcess(["dcr", *arguments], int(status), out, err)
 
 
 class _Reader(threading.Thread):
@@ -140,6 +144,7 @@ def _serve(path: str) -> None:
     _warm_up()
     gc.collect()
     gc.freeze()  # what forks share stays shared: a collection in one would write to all of it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are reaped at once, and their owners known to be dead
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen(64)
@@ -151,40 +156,25 @@ def _serve(path: str) -> None:
                 os.killpg(0, signal.SIGKILL)  # also what hangs, and this process
             connection, _ = server.accept()
             if not os.fork():
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 server.close()
-                _serve_one(connection)
+                _be_dcr(connection)
             connection.close()
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
 
 
-def _serve_one(connection: socket.socket) -> NoReturn:
-    """Have a fork run the command line, and tell its number and how it ended."""
-    head, numbers, _, _ = socket.recv_fds(connection, 8, 2)
-    with connection, connection.makefile("rb") as stream:
-        request = json.loads(stream.read(int.from_bytes(head, "big")))
-        pid = os.fork()
-        if not pid:
-            connection.detach()
-            _run(request, *numbers)
-        for number in numbers:
-            os.close(number)
-        connection.sendall(b"%d\n" % pid)
-        _, status = os.waitpid(pid, 0)
-        connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
-    os._exit(0)
-
-
-def _run(request: dict[str, Any], out: int, err: int) -> NoReturn:
-    """Be ``python -m dcr_store`` from its start to its end."""
+def _be_dcr(connection: socket.socket) -> NoReturn:
+    """Be ``python -m dcr_store`` from its start to its end, and tell how it ends."""
     from dcr_store.cli.main import main
 
     status = 1
     try:
+        head, numbers, _, _ = socket.recv_fds(connection, 8, 2)
+        with connection.makefile("rb") as stream:
+            request: dict[str, Any] = json.loads(stream.read(int.from_bytes(head, "big")))
+        connection.sendall(b"%d\n" % os.getpid())
         with Path(os.devnull).open("rb") as nothing:
             os.dup2(nothing.fileno(), 0)
-        for theirs, number in ((out, 1), (err, 2)):
+        for theirs, number in zip(numbers, (1, 2), strict=True):
             os.dup2(theirs, number)
             os.close(theirs)
         os.environ.clear()
@@ -201,6 +191,7 @@ def _run(request: dict[str, Any], out: int, err: int) -> NoReturn:
     finally:
         with contextlib.suppress(OSError):
             sys.stderr.flush()
+        connection.sendall(b"%d\n" % status)
         os._exit(status)
 
 
