@@ -5,7 +5,7 @@ The protocols carry the promises; ``objects/`` and ``targets/`` satisfy them. Im
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -94,6 +94,15 @@ class Source(Protocol):
 
     def read_chunk(self, space: str, chunk: int, out: NDArray[np.unsignedinteger]) -> None:
         """Copy a chunk's current bits into `out`, uintN of shape (chunk_elements,); zeros where no tensor is."""
+
+
+class CopiedSource(Source, Protocol):
+    """A source in which a tensor may lie several times, under tied names."""
+
+    def copies_of_chunk(
+        self, space: str, chunk: int, out: NDArray[np.unsignedinteger]
+    ) -> Iterator[NDArray[np.unsignedinteger]]:
+        """Yield `out` with a chunk's bits, then arrays of its kind with those of the further copies of its tensors."""
 
 
 class Target(Source, Protocol):

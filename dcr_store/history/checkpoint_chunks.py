@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from dcr_store.layout.dtypes import DTYPES, Bits, width
 from dcr_store.layout.entry import TensorEntry
 from dcr_store.layout.layout import Layout
 from dcr_store.targets.checkpoint import Checkpoint
-from dcr_store.targets.chunks import spoil_where_copies_differ
+from dcr_store.targets.chunks import spoil_if_torn
 
 Status = Literal["differs", "missing", "altered", "extra"]
 
@@ -48,8 +46,8 @@ class Mismatch:
 class CheckpointChunks:
     """A checkpoint in a layout that it need not fit; satisfies ``ports.Source``.
 
-    Tensors that it lacks, or has of another dtype or shape, are zeros. Where copies of tied tensors differ, the bits
-    are neither's.
+    Tensors that it lacks, or has of another dtype or shape, are zeros. A chunk in which copies of a tied tensor differ
+    reads as one that no version has.
 
     Attributes
     ----------
@@ -57,6 +55,8 @@ class CheckpointChunks:
         The tensors that do not fit, by name, in the order of the layout; extra ones last.
     n_shared : int
         Tensors of the layout that it has.
+    is_torn : bool
+        Whether copies of a tied tensor differed in a chunk that was read.
     """
 
     def __init__(self, layout: Layout, checkpoint: Checkpoint) -> None:
@@ -65,6 +65,7 @@ class CheckpointChunks:
         self._names: dict[str, list[str]] = {}
         self.mismatches: dict[str, Mismatch] = {}
         self.n_shared = 0
+        self.is_torn = False
         for entry in layout.tensors:
             self._find(entry)
         known = set(layout.names())
@@ -90,18 +91,19 @@ class CheckpointChunks:
 
     def read_chunk(self, space: str, chunk: int, out: Bits) -> None:
         """Copy a chunk, uintN of shape (chunk_elements,), into `out`; zeros where no tensor is."""
-        n = len(out)
-        out[:] = 0
-        for entry, first, last, offset in self.layout.pieces(space, chunk * n, (chunk + 1) * n):
-            copies = list(self._copies(entry, first, last, out[offset : offset + last - first]))
-            if len(copies) > 1:
-                spoil_where_copies_differ(copies)
+        if spoil_if_torn(out, self.copies_of_chunk(space, chunk, out)):
+            self.is_torn = True
 
-    def _copies(self, entry: TensorEntry, first: int, last: int, out: Bits) -> Iterator[Bits]:
-        """Yield `out` with some elements of a tensor, and copies of these under its other names."""
-        for index, name in enumerate(self._names[entry.name]):
-            copy = out if index == 0 else np.empty_like(out)
-            self._checkpoint.read_into(name, first, last, copy)
+    def copies_of_chunk(self, space: str, chunk: int, out: Bits) -> Iterator[Bits]:
+        """Yield `out` with a chunk's bits, then arrays of its kind with those under further names of its tensors."""
+        out[:] = 0
+        pieces = list(self.layout.pieces(space, chunk * len(out), (chunk + 1) * len(out)))
+        for number in range(max((len(self._names[piece.entry.name]) for piece in pieces), default=0)):
+            copy = out if number == 0 else out.copy()
+            for entry, first, last, offset in pieces:
+                if number < len(self._names[entry.name]):
+                    name, part = self._names[entry.name][number], copy[offset : offset + last - first]
+                    self._checkpoint.read_into(name, first, last, part)
             yield copy
 
     def differing(self, found: dict[str, int]) -> list[Mismatch]:

@@ -15,7 +15,7 @@ from dcr_store.history.report import Problem, VerifyReport
 from dcr_store.layout.dtypes import Bits
 from dcr_store.layout.layout import Layout
 from dcr_store.payload.version import Table, root_of
-from dcr_store.ports import Source
+from dcr_store.ports import CopiedSource
 from dcr_store.targets.checkpoint import Checkpoint, open_checkpoint
 from dcr_store.targets.checkpoint_listing import METADATA
 from dcr_store.targets.dcp import is_dcp
@@ -31,7 +31,7 @@ from dcr_store.versions.route import route
 class _Comparer:
     """A target that compares the right bits with those of a state, instead of keeping them."""
 
-    def __init__(self, layout: Layout, found: Source) -> None:
+    def __init__(self, layout: Layout, found: CopiedSource) -> None:
         self.layout = layout
         self.found = found
         self.differing: dict[str, int] = {}
@@ -42,10 +42,10 @@ class _Comparer:
         out[:] = 0
 
     def write_chunk(self, space: str, chunk: int, bits: Bits) -> None:
-        """Count the elements of each tensor that are not as in `bits`."""
-        here = np.empty_like(bits)
-        self.found.read_chunk(space, chunk, here)
-        differs = bits != here
+        """Count the elements of each tensor that are not as in `bits`, be it in one copy alone."""
+        differs = np.zeros(len(bits), bool)
+        for here in self.found.copies_of_chunk(space, chunk, np.empty_like(bits)):
+            differs |= bits != here
         with self._lock:
             for piece in self.layout.pieces(space, chunk * len(bits), (chunk + 1) * len(bits)):
                 stop = piece.offset + piece.tensor_stop - piece.tensor_start
@@ -126,7 +126,9 @@ def _compared(
         return differing_elements(catalog, path, layout, target, places), found
 
 
-def differing_elements(catalog: Catalog, path: Path, layout: Layout, found: Source, places: Places) -> dict[str, int]:
+def differing_elements(
+    catalog: Catalog, path: Path, layout: Layout, found: CopiedSource, places: Places
+) -> dict[str, int]:
     """Return how many elements of a state are not as in the path's goal, by tensor; those that are the same have none.
 
     Parameters

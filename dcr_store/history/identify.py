@@ -168,7 +168,8 @@ def _identify(
     best = max(range(len(kept)), key=lambda at: (counts[at], kept[at][1].row.created_at, kept[at][1].row.version))
     view, nearest = kept[best]
     tensors = _mismatches(catalog, view, nearest, everything=False)
-    root = next((views[sha256].root for sha256 in (nearest.row.layout, *fitting) if sha256 in fitting), None)
+    whole = [sha256 for sha256 in fitting if not chunks[sha256].is_torn]
+    root = next((views[sha256].root for sha256 in (nearest.row.layout, *whole) if sha256 in whole), None)
     return Identified(path, nearest.name, False, False, root, (), (), counts[best], view.n_chunks, tuple(tensors))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -43,16 +44,12 @@ def check_chunk(
     return chunk * chunk_elements, (chunk + 1) * chunk_elements
 
 
-def spoil_where_copies_differ(copies: list[Bits]) -> None:
-    """Set elements of the first copy that are not the same in all to a value that is in none of them.
-
-    For those who count elements. Another version may have just that value: what is compared by digests needs `spoil`.
-    """
-    differs = np.flatnonzero(np.any([copy != copies[0] for copy in copies[1:]], axis=0))
-    found = np.array([copy[differs] for copy in copies])
-    for value in range(len(copies), -1, -1):  # one of these is in none of them
-        free = ~np.any(found == value, axis=0)
-        copies[0][differs[free]] = value
+def spoil_if_torn(out: Bits, copies: Iterable[Bits]) -> bool:
+    """Read the copies of a chunk, of which `out` is the first; ``spoil`` it if one differs; return whether it does."""
+    is_torn = any(copy is not out and bool((copy != out).any()) for copy in copies)
+    if is_torn:
+        spoil(out)
+    return is_torn
 
 
 def spoil(out: Bits) -> None:

@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self
 import numpy as np
 
 from dcr_store.errors import InvalidInputError, NotFoundError, StorageError
-from dcr_store.targets.chunks import check_chunk, spoil
+from dcr_store.targets.chunks import check_chunk, spoil_if_torn
 from dcr_store.targets.file_bytes import read_exactly, write_exactly
 from dcr_store.targets.file_map import FileMap, Transfer
 from dcr_store.targets.paths import existing_directory, fsync_directory, path_inside
@@ -139,24 +139,27 @@ class DirectoryTarget:
     def read_chunk(self, space: str, chunk: int, out: Bits) -> None:
         """Copy a chunk's current bits into `out`; zeros where no tensor is.
 
+        Where copies of a tied tensor differ, the chunk reads as one that no version has.
+
         Raises
         ------
         NotFoundError, IntegrityError
             If a file is missing or shorter than its header says: see `check` and `restore_headers`.
         """
+        spoil_if_torn(out, self.copies_of_chunk(space, chunk, out))
+
+    def copies_of_chunk(self, space: str, chunk: int, out: Bits) -> Iterator[Bits]:
+        """Yield `out` with a chunk's bits, then arrays of its kind with those of the further copies of tied tensors."""
         start, stop = check_chunk(self.layout, space, chunk, out, self.chunk_elements, writable=True)
         transfers = self._map.first[space].transfers(start, stop)
         if sum(last - first for transfer in transfers for first, last in transfer.parts) < out.nbytes:
             out[:] = 0
         self._read(transfers, out)
-        if self._map.others[space]:
-            torn = False
-            for other_map in self._map.others[space]:
-                copy = out.copy()
-                self._read(other_map.transfers(start, stop), copy)
-                torn = torn or bool((copy != out).any())
-            if torn:
-                spoil(out)
+        yield out
+        for other_map in self._map.others[space]:
+            copy = out.copy()
+            self._read(other_map.transfers(start, stop), copy)
+            yield copy
 
     def _read(self, transfers: Iterable[Transfer], out: Bits) -> None:
         data = out.view(np.uint8).data

@@ -131,6 +131,27 @@ def test_tied_names(tmp_path: Path) -> None:
         assert [(item.name, item.status, item.differing) for item in found.tensors] == [("embed", "differs", 1)]
 
 
+@pytest.mark.parametrize("held", [(99, 0), (0, 99), (99, 1), (1, 2), (2, 0)])
+def test_copies_that_differ_are_no_version_and_count_once(tmp_path: Path, held: tuple[int, int]) -> None:
+    """Of one byte, every value that could stand for copies that differ is that of some version."""
+    other = np.arange(20, dtype=np.uint8)
+    with dcr_store.create(tmp_path / "store", chunk_elements=64) as store:
+        for value in range(4):
+            tensor = np.full(3, value, np.uint8)
+            publish(store, {"a": other, "tied": tensor, "w": tensor})
+        state = {name: np.full(3, 2, np.uint8) for name in ("w", "tied")}
+        for name, value in zip(state, held, strict=True):
+            state[name][1] = value
+        path = write_hf(tmp_path / "torn", {"a": other, **state})
+        found = store.identify(path, strict=True)
+        assert (found.is_exact, found.root, found.versions) == (False, None, ())
+        assert [(item.status, item.differing) for item in found.tensors] == [("differs", 3)]
+        for value in range(4):
+            problems = store.compare_directory(f"main@{value}", path).problems
+            n = 1 if value == 2 else 2 + (held != (value, value))
+            assert [(item.what, item.found) for item in problems] == [("the tensor has other bits", f"{n} differ")]
+
+
 def test_other_tensors(store: Store, tmp_path: Path) -> None:
     state = dict(STATES[3])
     del state["norm.weight"]
