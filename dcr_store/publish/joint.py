@@ -406,7 +406,7 @@ class SliceTransaction(Ending):
         if self._base is None:
             self._baseline.adopt(located, self._used)
         else:
-            self._baseline.advance(located, self._used, self._writer)
+            self._baseline.advance(located, self._used, self._writer.changes)
         events.reached("publish.baseline.advanced", self.version)
 
     # ------------------------------------------------------------------ ending

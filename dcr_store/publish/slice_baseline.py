@@ -13,7 +13,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from dcr_store.layout.dtypes import ALIGNMENT_NBYTES, Bits, uint_dtype
 from dcr_store.layout.pieces import Piece
 from dcr_store.objects.transfer import map_bounded
 from dcr_store.publish.ownership import Ownership
+from dcr_store.publish.slice_changes import SliceChanges
 from dcr_store.publish.slice_memory import Claim, Earlier, Memory, OwnMemory
 from dcr_store.versions.catalog import Catalog, LazyStates, Located
 from dcr_store.versions.changes import ChunkChanges, iter_chunk_changes, require_consistent
@@ -97,16 +98,6 @@ class SliceBits:
         chunk[first:stop] = 0
         piece.spread(packed, chunk)
         self.owned[index] = linear_within(chunk[first:stop], chunk[stop:].nbytes)
-
-
-class Changes(Protocol):
-    """What a transaction changes, piece after piece."""
-
-    def marks(self) -> Iterable[tuple[str, int, int, int]]:
-        """Return key and index of each piece, its digest afterwards, and L of its mask in the chunk."""
-
-    def changed(self) -> Iterable[tuple[str, int, NDArray[np.uint32], Bits]]:
-        """Return key and index of each, positions in it, and ``base ^ new`` there, uintN of the same shape."""
 
 
 @dataclass
@@ -304,7 +295,7 @@ class SliceBaseline:
         self._settle(located, used)
         self._note(located, used)
 
-    def advance(self, located: Located, used: Mapping[str, SliceBits], changes: Changes) -> None:
+    def advance(self, located: Located, used: Mapping[str, SliceBits], changes: SliceChanges) -> None:
         """XOR what a committed transaction changes into the slices that it used, and forget the others."""
         self.slices = {}  # whoever interrupts this leaves nothing that could be taken for the version before
         for key, index, digest, mask in changes.marks():

@@ -1,9 +1,9 @@
-"""What one of several writers contributes to a version: its slices compared with its baseline, encoded, digested.
+"""What one of several writers contributes to a version: its slices, cut into pieces, encoded, put together by chunk.
 
-A slice is cut into pieces (``layout.pieces``). Each is copied once, packed, compared with the baseline's piece, and
-what differs is placed in its chunk and encoded; the bits that are published are those of the copy. Pieces of several
-slices in one chunk become one chunk. What projects becomes a mask, residual fragments become overwrites; where there
-is no base, everything is a mask. That no element comes twice is for the caller to see to.
+Each piece (``layout.pieces``) is copied once and compared with the baseline's; the bits that are published are those of
+the copy (``publish.slice_encoding``). Pieces of several slices in one chunk become one chunk, which goes on to its
+partition when it is whole, or when the writer seals. That no element comes twice is for the caller to see to; refuses
+what is more than was announced.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr_store.codec import kernels
-from dcr_store.codec.chunk import compare
-from dcr_store.codec.digest import crc64, linear
-from dcr_store.codec.portable import Codec, get_codec
+from dcr_store.codec.portable import get_codec
 from dcr_store.errors import IntegrityError, InvalidInputError
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import Bits, uint_dtype
@@ -29,6 +27,16 @@ from dcr_store.layout.layout import Layout
 from dcr_store.layout.pieces import Piece
 from dcr_store.publish.partitions import PartitionWriter
 from dcr_store.publish.slice_baseline import SliceBits
+from dcr_store.publish.slice_changes import SliceChanges
+from dcr_store.publish.slice_encoding import (
+    Difference,
+    EncodedPiece,
+    Plain,
+    compare_piece,
+    encode_pieces,
+    encode_whole,
+    take_whole,
+)
 from dcr_store.publish.state import unfaithful
 from dcr_store.versions.workers import n_workers, scratch, worker_pool
 
@@ -37,67 +45,12 @@ _AHEAD: Final = 8
 _N_TRIES: Final = 3
 _PLAIN_SHARE: Final = 64  # of a chunk: so many pieces in one, and more, are encoded together
 
-Positions = NDArray[np.uint32]
-
 
 class Healer(Protocol):
     """What brings a piece of a baseline that drifted back to its base."""
 
     def heal(self, bits: SliceBits, index: int) -> None:
         """Read it from the store again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A piece after comparison.
-
-    Attributes
-    ----------
-    positions, masks, news : ndarrays of shape (n,)
-        What changed, packed: uint32; uintN (``base ^ new``); uintN (``new``).
-    digest : int
-        Of the piece's packed bytes afterwards.
-    """
-
-    positions: Positions
-    masks: Bits
-    news: Bits
-    digest: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """What a small piece adds to a chunk's array, not encoded: many of them are encoded as one chunk.
-
-    Attributes
-    ----------
-    positions : ndarray of uint32, shape (n,)
-        In the chunk.
-    values : ndarray of the array's dtype, shape (n,)
-        None of them zero.
-    """
-
-    positions: Positions
-    values: Bits
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPiece:
-    """What a piece adds to a version.
-
-    Attributes
-    ----------
-    arrays : mapping of str to bytes or Plain
-        The chunk of each kind of array, encoded unless the piece is small; none if nothing changed.
-    change : int
-        L of what changed, in the chunk.
-    difference : Difference or None
-        From the baseline; None of an anchor's piece.
-    """
-
-    arrays: Mapping[str, bytes | Plain]
-    change: int
-    difference: Difference | None
 
 
 @dataclass(slots=True)
@@ -112,16 +65,6 @@ class _Chunk:
 
     n_elements: int = 0
     arrays: dict[str, list[int | None]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """What a piece of the baseline changes by: `n` positions and values, or, if None, a mask of the whole piece."""
-
-    n: int | None
-    dtype: np.dtype[Any]
-    digest: int
-    mask: int
 
 
 class SliceWriter:
@@ -156,7 +99,7 @@ class SliceWriter:
         self._rows: dict[tuple[str, int], list[int]] = {}
         assert partitions.spool is not None
         self._spool = partitions.spool  # of what waits: encoded chunks, and what the baseline will change
-        self._changes: dict[tuple[str, int], _Change] = {}
+        self.changes = SliceChanges(self._spool)
         self._pool = worker_pool("dcr-encode")
         self._waiting: deque[Future[None]] = deque()
         self._taking = threading.Lock()
@@ -278,14 +221,14 @@ class SliceWriter:
         if not self.is_anchor:
             row[2] ^= int(bits.owned[index])
             if difference is not None and len(difference.positions):
-                self._changes[key, index] = self._noted(key, index, piece.n_elements, difference, encoded.change)
+                self.changes.add(key, index, piece.n_elements, difference, encoded.change)
         self.n_changed += piece.n_elements if difference is None else len(difference.positions)
         if chunk.n_elements == whole:
             self._pass_on(*place, encoded.arrays)
             return
         for kind, part in encoded.arrays.items():
             waiting = chunk.arrays.setdefault(kind, [])
-            data = part.positions.tobytes() + part.values.tobytes() if isinstance(part, Plain) else part
+            data = part.to_bytes() if isinstance(part, Plain) else part
             self._spool.put(_waiting(kind, *place), len(waiting), data)
             waiting.append(len(part.positions) if isinstance(part, Plain) else None)
 
@@ -300,7 +243,7 @@ class SliceWriter:
             parts: list[bytes | Plain] = []
             for index, n in enumerate(done.arrays.get(kind, [])):
                 data = self._spool.pop(_waiting(kind, space, chunk), index)
-                parts.append(data if n is None else _plain(data, dtype, n))
+                parts.append(data if n is None else Plain.from_bytes(data, dtype, n))
             if kind in last:
                 parts.append(last[kind])
             if kind != "mask" and not parts and self._expected is None:
@@ -325,37 +268,6 @@ class SliceWriter:
             raise unfaithful(space, chunk)
         return encoded
 
-    def _noted(self, key: str, index: int, n_elements: int, found: Difference, change: int) -> _Change:
-        """Keep what a piece of the baseline will change by, as it is shorter: by positions, or whole."""
-        n = len(found.positions)
-        is_whole = n * (4 + found.masks.itemsize) >= n_elements * found.masks.itemsize
-        if is_whole:
-            mask: Bits = np.zeros(n_elements, found.masks.dtype)
-            mask[found.positions] = found.masks
-            data = mask.tobytes()
-        else:
-            data = found.positions.tobytes() + found.masks.tobytes()
-        self._spool.put(f"change {key}", index, data)
-        return _Change(None if is_whole else n, found.masks.dtype, found.digest, change)
-
-    def marks(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield key and index of each piece that changes, its digest afterwards, and L of its mask in the chunk."""
-        for (key, index), change in self._changes.items():
-            yield key, index, change.digest, change.mask
-
-    def changed(self) -> Iterator[tuple[str, int, Positions, Bits]]:
-        """Yield what changes in the baseline: key and index of a piece, packed positions, and ``base ^ new`` there."""
-        for (key, index), change in self._changes.items():
-            data = self._spool.get(f"change {key}", index)
-            assert data is not None
-            if change.n is None:
-                mask: Bits = np.frombuffer(data, change.dtype)
-                positions = np.flatnonzero(mask).astype(np.uint32)
-                yield key, index, positions, mask[positions]
-            else:
-                positions = np.frombuffer(data, np.uint32, change.n)
-                yield key, index, positions, np.frombuffer(data, change.dtype, change.n, 4 * change.n)
-
     def finish(self) -> dict[str, NDArray[np.uint64]]:
         """Encode what is left; return the contributions, uint64 of shape (n, 4) per space, ascending by chunk."""
         while self._waiting:
@@ -372,115 +284,7 @@ class SliceWriter:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.partitions.close()
         self._spool.close()
-        self._changes.clear()
-
-
-def compare_piece(base: Bits, base_digest: int, new: Bits) -> Difference | None:
-    """Compare a piece with its base.
-
-    Parameters
-    ----------
-    base, new : ndarray of uintN, shape (n_elements,)
-        Packed. `base` is read only and need not hold still; `new` is nobody else's.
-    base_digest : int
-        What the digest of `base` ought to be.
-
-    Returns
-    -------
-    Difference or None
-        None if `base` was not what it ought to be; `new` is as it was in both cases.
-    """
-    positions, masks, digest = compare(base, new)
-    # The base as it was seen: so that what is published leads from the base to `new`, whatever `base` does meanwhile.
-    engine = kernels.engine(new.nbytes)
-    engine.xor_at(new, positions, masks)
-    seen = crc64(new)
-    engine.xor_at(new, positions, masks)
-    return Difference(positions, masks, new[positions], digest) if seen == base_digest else None
-
-
-def encode_pieces(
-    codec: Codec,
-    pieces: Sequence[Piece],
-    found: Sequence[Difference],
-    chunk_elements: int,
-    *,
-    plain: Sequence[bool],
-    is_residual: bool = False,
-) -> list[EncodedPiece]:
-    """Encode what differs in pieces, and prove that it decodes to itself: step by step, each for all of them.
-
-    A step that follows itself finds its code and tables in the caches: for short pieces that is a fifth of the time.
-
-    Parameters
-    ----------
-    plain : sequence of bool
-        For each piece, whether what differs stays plain.
-    is_residual : bool
-        Whether it becomes overwrites.
-
-    Raises
-    ------
-    IntegrityError
-        If an encoded chunk does not decode to what was encoded.
-    """
-    together = zip(pieces, found, plain, strict=True)
-    changed = [(piece, item, is_plain) for piece, item, is_plain in together if len(item.positions)]
-    placed = [piece.place(item.positions, item.masks) for piece, item, _ in changed]
-    engine = kernels.engine()
-    changes = [engine.digest_sparse(places, masks, chunk_elements) for places, masks in placed]
-    if is_residual:
-        chunks = []
-        for piece, item, _ in changed:
-            places, values = piece.place(item.positions, item.news)
-            kept = values != 0
-            chunks.append({"present": (places, np.ones(len(places), np.uint8))})
-            if kept.any():
-                chunks[-1]["value"] = places[kept], values[kept]
-    else:
-        chunks = [{"mask": item} for item in placed]
-    encoded: list[dict[str, bytes | Plain]] = [
-        {kind: Plain(*part) if is_plain else codec.encode_sparse(*part, chunk_elements) for kind, part in chunk.items()}
-        for (_, _, is_plain), chunk in zip(changed, chunks, strict=True)
-    ]
-    for (piece, _, _), chunk, arrays in zip(changed, chunks, encoded, strict=True):
-        for kind, (places, values) in chunk.items():
-            data = arrays[kind]
-            if isinstance(data, Plain):
-                continue
-            decoded, decoded_values = codec.decode_sparse(data, values.dtype, chunk_elements)
-            if not (np.array_equal(places, decoded) and np.array_equal(values, decoded_values)):
-                raise unfaithful(piece.space, piece.chunk)
-    done = iter(zip(encoded, changes, strict=True))
-    return [EncodedPiece(*(next(done) if len(item.positions) else ({}, 0)), item) for item in found]
-
-
-def take_whole(piece: Piece, new: Bits, chunk_elements: int) -> EncodedPiece:
-    """Take a small piece as a mask over zeros, plain."""
-    positions = np.flatnonzero(new).astype(np.uint32)
-    if len(positions) == 0:
-        return EncodedPiece({}, 0, None)
-    places, values = piece.place(positions, new[positions])
-    change = kernels.engine().digest_sparse(places, values, chunk_elements)
-    return EncodedPiece({"mask": Plain(places, values)}, change, None)
-
-
-def _plain(data: bytes, dtype: np.dtype[Any], n: int) -> Plain:
-    positions = np.frombuffer(data, np.uint32, n)
-    return Plain(positions, np.frombuffer(data, dtype, n, positions.nbytes))
-
-
-def encode_whole(codec: Codec, piece: Piece, new: Bits, chunk_elements: int) -> EncodedPiece:
-    """Encode a piece as a mask over zeros, and prove that it decodes to itself."""
-    chunk = scratch(piece.space, chunk_elements)
-    chunk.fill(0)
-    piece.spread(new, chunk)
-    if not chunk.any():
-        return EncodedPiece({}, 0, None)
-    data = codec.encode(chunk)
-    if not np.array_equal(codec.decode(data, chunk.dtype, len(chunk)), chunk):
-        raise unfaithful(piece.space, piece.chunk)
-    return EncodedPiece({"mask": data}, linear(crc64(chunk), chunk.nbytes), None)
+        self.changes.clear()
 
 
 def _runs(pieces: Sequence[Piece], chunk_elements: int) -> Iterator[range]:

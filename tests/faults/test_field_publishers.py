@@ -38,7 +38,7 @@ from dcr_store.layout.pieces import Piece, pieces
 from dcr_store.objects.open import open_objects
 from dcr_store.publish.joint import SliceTransaction
 from dcr_store.publish.ownership import Ownership
-from dcr_store.publish.slice_writer import SliceWriter
+from dcr_store.publish.slice_changes import SliceChanges
 from dcr_store.store import Store
 
 CHUNK_ELEMENTS = 256
@@ -344,11 +344,11 @@ def test_12_what_a_rank_says_it_is_at_does_not_move_when_that_failed(
         def fail(*_: Any) -> Any:
             raise MemoryError
 
-        def fail_after_three(writer: SliceWriter) -> Iterator[Any]:
-            yield from itertools.islice(changed(writer), 3)
+        def fail_after_three(changes: SliceChanges) -> Iterator[Any]:
+            yield from itertools.islice(changed(changes), 3)
             raise MemoryError
 
-        changed = SliceWriter.changed
+        changed = SliceChanges.changed
         for transaction in transactions[:-1]:
             if fails == "advance":
                 transaction.commit(timeout_s=1)
@@ -356,7 +356,7 @@ def test_12_what_a_rank_says_it_is_at_does_not_move_when_that_failed(
             if fails == "commit":
                 patched.setattr(last._log, "append" if n_ranks == 1 else "refresh", fail)
             else:
-                patched.setattr(SliceWriter, "changed", fail_after_three)
+                patched.setattr(SliceChanges, "changed", fail_after_three)
             with pytest.raises(MemoryError):
                 last.commit(timeout_s=1)
         assert last._committed is None

@@ -320,12 +320,12 @@ def advance_after_the_outcome() -> contextlib.AbstractContextManager[None]:
     def and_advance(self: Any) -> None:
         seal(self)
         if self._base is not None:
-            for key, index, digest, mask in self._writer.marks():
+            for key, index, digest, mask in self._writer.changes.marks():
                 self._used[key].digests[index] = digest
                 self._used[key].owned[index] ^= np.uint64(mask)
-            for key, index, positions, values in self._writer.changed():
+            for key, index, positions, values in self._writer.changes.changed():
                 self._used[key].packed(index)[positions] ^= values
-            self._writer._changes.clear()
+            self._writer.changes.clear()
 
     return patched((joint.SliceTransaction, "seal", and_advance))
 

@@ -47,8 +47,8 @@ from dcr_store.layout.boxes import Dim, box
 from dcr_store.objects.open import open_objects
 from dcr_store.publish.joint import SliceTransaction
 from dcr_store.publish.seals import SealWatch
+from dcr_store.publish.slice_changes import SliceChanges
 from dcr_store.publish.slice_memory import OwnMemory
-from dcr_store.publish.slice_writer import SliceWriter
 from dcr_store.store import Store
 
 
@@ -894,11 +894,12 @@ def test_what_the_baseline_will_change_by_is_never_longer_than_the_slice(tmp_pat
             transaction.write_slice(bits, slices.whole("w", "U16", shape))
             transaction.seal()
             writer = transaction._writer
-            noted = sum(len(writer._spool.get(f"change {key}", index) or b"") for key, index in writer._changes)
+            pieces = [(key, index) for key, index, *_ in writer.changes.marks()]
+            noted = sum(len(writer._spool.get(f"change {key}", index) or b"") for key, index in pieces)
             assert noted <= bits.nbytes
             assert (noted > 0) == (turn > 0)
             transaction.commit()
-            assert writer._changes == {}
+            assert list(writer.changes.marks()) == []
             assert writer._spool.places() == []
             assert store.read("main")["w"].tobytes() == bits.tobytes()
             where = np.random.default_rng(turn).random(shape) < rate
@@ -946,10 +947,10 @@ def test_an_advance_that_was_interrupted_is_not_gone_through_again(
     """Masks that are applied twice are none: the commit that is called again leaves the baseline to be read."""
     states = states_of(4)
     maps = [maps_of(0, 1)]
-    real = getattr(SliceWriter, method)
+    real = getattr(SliceChanges, method)
 
-    def interrupted(writer: SliceWriter) -> Any:
-        yield from itertools.islice(real(writer), n_before)
+    def interrupted(changes: SliceChanges) -> Any:
+        yield from itertools.islice(real(changes), n_before)
         raise KeyboardInterrupt
 
     with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
@@ -957,7 +958,7 @@ def test_an_advance_that_was_interrupted_is_not_gone_through_again(
         transaction = store.begin(writers=["r0"])
         write(transaction, maps[0], states[1])
         with monkeypatch.context() as patched:
-            patched.setattr(SliceWriter, method, interrupted)
+            patched.setattr(SliceChanges, method, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 transaction.commit()
         assert transaction.commit().version == "main@1"

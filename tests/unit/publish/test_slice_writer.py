@@ -10,7 +10,7 @@ from dcr_store.codec.portable import get_codec
 from dcr_store.errors import IntegrityError
 from dcr_store.layout.boxes import Dim, box
 from dcr_store.layout.pieces import Piece
-from dcr_store.publish.slice_writer import compare_piece, encode_pieces
+from dcr_store.publish.slice_encoding import compare_piece, encode_pieces
 
 SIZE = 4096
 CODEC = get_codec("dcr.delta")
