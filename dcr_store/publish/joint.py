@@ -40,7 +40,8 @@ from dcr_store.publish.opening import LIVE
 from dcr_store.publish.ownership import Ownership, check_ownership, ones_of, owned_box
 from dcr_store.publish.partitions import PartitionWriter, read_earlier
 from dcr_store.publish.seals import SealWatch, read_seal, same_bits
-from dcr_store.publish.slice_baseline import SliceBaseline, SliceBits
+from dcr_store.publish.slice_baseline import SliceBaseline
+from dcr_store.publish.slice_bits import SliceBits
 from dcr_store.publish.slice_writer import SliceWriter
 from dcr_store.publish.spool import ChunkSpool
 from dcr_store.publish.waiting import tries

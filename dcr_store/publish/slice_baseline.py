@@ -9,95 +9,29 @@ are slices that are new. All that are announced are read together, each chunk th
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dcr_store import events
 from dcr_store.codec import kernels
-from dcr_store.codec.digest import crc64, linear_within
-from dcr_store.errors import IntegrityError
-from dcr_store.format.documents import SPACES, ObjectRef
-from dcr_store.layout.dtypes import ALIGNMENT_NBYTES, Bits, uint_dtype
+from dcr_store.codec.digest import crc64
+from dcr_store.format.documents import ObjectRef
+from dcr_store.layout.dtypes import ALIGNMENT_NBYTES, uint_dtype
 from dcr_store.layout.pieces import Piece
 from dcr_store.objects.transfer import map_bounded
 from dcr_store.publish.ownership import Ownership
+from dcr_store.publish.slice_bits import SliceBits
 from dcr_store.publish.slice_changes import SliceChanges
 from dcr_store.publish.slice_memory import Claim, Earlier, Memory, OwnMemory
-from dcr_store.versions.catalog import Catalog, LazyStates, Located
-from dcr_store.versions.changes import ChunkChanges, iter_chunk_changes, require_consistent
-from dcr_store.versions.moving import have_moved, told_of, while_kept
+from dcr_store.publish.slice_reading import bring, read_pieces, states_to
+from dcr_store.versions.catalog import Catalog, Located
+from dcr_store.versions.moving import told_of
 from dcr_store.versions.path import UNKNOWN
-from dcr_store.versions.replay import only, replay
-from dcr_store.versions.route import route
-from dcr_store.versions.workers import n_workers, scratch
-
-
-@dataclass
-class SliceBits:
-    """The bits of one slice that are in tensors, piece after piece.
-
-    Attributes
-    ----------
-    pieces : tuple of Piece
-    bits : ndarray of uintN, shape (n_elements,)
-        Packed; of an anchor that is being written, what it will be.
-    starts : tuple of int
-        Where each piece begins in `bits`.
-    digests : ndarray of uint64, shape (n_pieces,)
-        CRC-64/NVME of each piece's packed bytes.
-    owned : ndarray of uint64, shape (n_pieces,)
-        L of the piece's bits in its chunk, zeros elsewhere.
-    room : object
-        Of `bits`, as the memory gave it.
-    """
-
-    pieces: tuple[Piece, ...]
-    bits: Bits
-    starts: tuple[int, ...]
-    digests: NDArray[np.uint64]
-    owned: NDArray[np.uint64]
-    room: object = None
-
-    @classmethod
-    def over(cls, pieces: Sequence[Piece], bits: Bits, room: object = None) -> SliceBits:
-        """Return a slice of which nothing is known but where its bits are, shape (n_elements,)."""
-        starts = np.cumsum([0, *(piece.n_elements for piece in pieces)]).tolist()
-        n = len(pieces)
-        return cls(tuple(pieces), bits, tuple(starts[:-1]), np.zeros(n, np.uint64), np.zeros(n, np.uint64), room)
-
-    def packed(self, index: int) -> Bits:
-        """Return the bits of a piece, uintN of shape (n_elements,); a view."""
-        start = self.starts[index]
-        return self.bits[start : start + self.pieces[index].n_elements]
-
-    def note(self, index: int, chunk_elements: int) -> None:
-        """Take the digests of a piece from its bits."""
-        self.digests[index] = crc64(self.packed(index))
-        self.note_owned(index, chunk_elements)
-
-    def take(self, index: int, new: Bits, chunk_elements: int) -> None:
-        """Have other bits for a piece, and their digests: of `new` itself, not of what is read again from a file."""
-        self.digests[index] = crc64(new)
-        self._note_owned(index, new, chunk_elements)
-        np.copyto(self.packed(index), new)
-
-    def note_owned(self, index: int, chunk_elements: int) -> None:
-        """Take `owned` of a piece from its bits."""
-        self._note_owned(index, self.packed(index), chunk_elements)
-
-    def _note_owned(self, index: int, packed: Bits, chunk_elements: int) -> None:
-        piece = self.pieces[index]
-        first, stop = piece.span
-        chunk = scratch(piece.space, chunk_elements, "owned")
-        chunk[first:stop] = 0
-        piece.spread(packed, chunk)
-        self.owned[index] = linear_within(chunk[first:stop], chunk[stop:].nbytes)
+from dcr_store.versions.workers import n_workers
 
 
 @dataclass
@@ -208,7 +142,7 @@ class SliceBaseline:
             for key, pieces in missing.items()
         }
         before = told_of(catalog, [self.at])
-        states = _states(catalog, self.at, known.values())
+        states = states_to(catalog, self.at, known.values())
         chain = [self.at] if states is None else catalog.along(self.at.line, states.edges)
         items = [(key, index) for key, bits in found.items() for index in range(len(bits.pieces))]
 
@@ -219,30 +153,17 @@ class SliceBaseline:
         for (key, index), state in zip(items, map_bounded(prove, items, n_parallel=n_workers()), strict=True):
             if state != len(chain) - 1:
                 behind.setdefault(state, []).append((found[key], index))
-        unknown = behind.pop(UNKNOWN, [])
-        if behind:
-            assert states is not None  # of what is behind, the version is on it
-            try:
-                _advance(catalog, states, behind)
-                events.reached("slices.followed", f"{self.at.name} {sum(map(len, behind.values()))}")
-            except IntegrityError as error:
-                if not have_moved(catalog, [self.at], before, error):
-                    raise
-                unknown += itertools.chain(*behind.values())
-                behind.clear()
-        if unknown:
-            _read(catalog, self.at, unknown)
-            events.reached("slices.read", f"{self.at.name} {len(unknown)}")
+        brought = bring(catalog, self.at, states, behind, before)
 
         def note(item: tuple[SliceBits, int]) -> None:
             item[0].note(item[1], self.chunk_elements)
 
-        for _ in map_bounded(note, itertools.chain(unknown, *behind.values()), n_parallel=n_workers()):
+        for _ in map_bounded(note, brought, n_parallel=n_workers()):
             pass
         self.slices.update(found)
         for key in found:
             self._earlier.pop(key, None)
-        return bool(unknown or behind)
+        return bool(brought)
 
     def _fits(self, key: str, pieces: Sequence[Piece]) -> bool:
         earlier = self._earlier.get(key)
@@ -274,7 +195,7 @@ class SliceBaseline:
         with self._healing:
             if crc64(bits.packed(index)) == int(bits.digests[index]):
                 return
-            _read(catalog, self.at, [(bits, index)])
+            read_pieces(catalog, self.at, [(bits, index)])
             # Of what was read, and checked on the way: it may have been the digest that was wrong.
             bits.note(index, self.chunk_elements)
             events.reached("slices.healed", f"{bits.pieces[index].space} {bits.pieces[index].chunk}")
@@ -326,89 +247,3 @@ def _nbytes(pieces: Sequence[Piece]) -> int:
     """Return how many bytes a slice takes, in a place that is aligned."""
     nbytes = sum(piece.n_elements for piece in pieces) * _dtype(pieces).itemsize
     return max(1, -(-nbytes // ALIGNMENT_NBYTES)) * ALIGNMENT_NBYTES
-
-
-class _Gatherer:
-    """A target that keeps of each chunk what pieces hold of it."""
-
-    def __init__(self, wanted: Iterable[tuple[SliceBits, int]]) -> None:
-        self.wanted: dict[tuple[str, int], list[tuple[SliceBits, int]]] = {}
-        self.add(wanted)
-
-    def add(self, wanted: Iterable[tuple[SliceBits, int]]) -> None:
-        """Keep what these hold, too."""
-        for bits, index in wanted:
-            piece = bits.pieces[index]
-            self.wanted.setdefault((piece.space, piece.chunk), []).append((bits, index))
-
-    def read_chunk(self, space: str, chunk: int, out: Bits) -> None:
-        out.fill(0)
-        for bits, index in self.wanted.get((space, chunk), ()):
-            bits.pieces[index].spread(bits.packed(index), out)
-
-    def write_chunk(self, space: str, chunk: int, bits: Bits) -> None:
-        for held, index in self.wanted.get((space, chunk), ()):
-            held.pieces[index].gather_chunk(bits, held.packed(index))
-
-
-def _read(catalog: Catalog, located: Located, wanted: Sequence[tuple[SliceBits, int]]) -> None:
-    """Replay the chunks that pieces meet, from the nearest anchor."""
-    while_kept(catalog, [located], lambda: _replay(catalog, located, wanted))
-
-
-def _replay(catalog: Catalog, located: Located, wanted: Sequence[tuple[SliceBits, int]]) -> None:
-    for bits, index in wanted:
-        bits.packed(index).fill(0)  # a chunk of zeros is stored nowhere, and so is not written
-    target = _Gatherer(wanted)
-    path = route(catalog, located).path
-    chunks = {space: [chunk for found, chunk in target.wanted if found == space] for space in SPACES}
-    replay(catalog.objects, path, target, only(path, chunks))
-
-
-def _states(catalog: Catalog, at: Located, known: Iterable[Earlier]) -> LazyStates | None:
-    """Return what leads to a version, by way of those that slices may be of; None if nothing is known of any."""
-    numbers = {claim.version for earlier in known for claim in earlier.claims}
-    if not numbers:
-        return None
-    rows = [catalog.row(at.line, number) for number in sorted(numbers) if number <= at.row.version]
-    states = route(catalog, at, [Located(at.line, row) for row in rows if row is not None]).path.states
-    assert isinstance(states, LazyStates)
-    return states
-
-
-def _advance(catalog: Catalog, states: LazyStates, behind: Mapping[int, Sequence[tuple[SliceBits, int]]]) -> None:
-    """Apply to pieces, by the state on the path that they are in, what lies between it and the last.
-
-    A chunk is not seen whole; what is applied is proven by what was sealed, and the result by the next commit.
-    """
-    wanted = _Gatherer([])
-    for step in range(min(behind), len(states)):
-        if step > min(behind):
-            before, contents = states[step - 1 : step + 1]
-            require_consistent(before, [contents])
-            chunks = {space: {chunk for found, chunk in wanted.wanted if found == space} for space in SPACES}
-            for changes in iter_chunk_changes(
-                catalog.objects, contents, catalog.document.chunk_elements, chunks=chunks
-            ):
-                for bits, index in wanted.wanted.get((changes.space, changes.chunk), ()):
-                    _apply(changes, bits.pieces[index], bits.packed(index), catalog.document.chunk_elements)
-        wanted.add(behind.get(step, ()))
-
-
-def _apply(changes: ChunkChanges, piece: Piece, packed: Bits, chunk_elements: int) -> None:
-    """Apply what a version changes in a chunk to what a piece has of it."""
-    chunk = scratch(piece.space, chunk_elements, "changes")
-    part = scratch(piece.space, chunk_elements, "part")[: piece.n_elements]
-    chunk.fill(0)
-    chunk[changes.positions] = changes.masks
-    piece.gather_chunk(chunk, part)
-    np.bitwise_xor(packed, part, out=packed)
-    if len(changes.written):
-        flags = scratch("u8", chunk_elements, "written")
-        flags_part = scratch("u8", chunk_elements, "written part")[: piece.n_elements]
-        flags.fill(0)
-        flags[changes.written] = 1
-        piece.gather_chunk(flags, flags_part)
-        chunk[changes.written] = changes.values
-        piece.gather_chunk(chunk, part)
-        np.copyto(packed, part, where=flags_part.view(np.bool_))

@@ -26,7 +26,7 @@ from dcr_store.layout.dtypes import Bits, uint_dtype
 from dcr_store.layout.layout import Layout
 from dcr_store.layout.pieces import Piece
 from dcr_store.publish.partitions import PartitionWriter
-from dcr_store.publish.slice_baseline import SliceBits
+from dcr_store.publish.slice_bits import SliceBits
 from dcr_store.publish.slice_changes import SliceChanges
 from dcr_store.publish.slice_encoding import (
     Difference,

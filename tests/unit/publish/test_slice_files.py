@@ -26,7 +26,7 @@ from dcr_store.errors import ConflictError, FormatError, IntegrityError, Invalid
 from dcr_store.format import canonical
 from dcr_store.layout import slices
 from dcr_store.publish.baseline import Baseline
-from dcr_store.publish.slice_baseline import SliceBits
+from dcr_store.publish.slice_bits import SliceBits
 from dcr_store.publish.slice_files import SliceFiles
 from dcr_store.publish.slice_memory import OwnMemory
 from dcr_store.publish.slice_note import Note, NotedSlice
