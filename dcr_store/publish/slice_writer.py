@@ -9,10 +9,9 @@ what is more than was announced.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -25,6 +24,7 @@ from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import Bits, uint_dtype
 from dcr_store.layout.layout import Layout
 from dcr_store.layout.pieces import Piece
+from dcr_store.publish.encoders import N_TOGETHER, Encoders
 from dcr_store.publish.partitions import PartitionWriter
 from dcr_store.publish.slice_bits import SliceBits
 from dcr_store.publish.slice_changes import SliceChanges
@@ -38,10 +38,8 @@ from dcr_store.publish.slice_encoding import (
     take_whole,
 )
 from dcr_store.publish.state import unfaithful
-from dcr_store.versions.workers import n_workers, scratch, worker_pool
+from dcr_store.versions.workers import scratch
 
-_N_TOGETHER: Final = 4
-_AHEAD: Final = 8
 _N_TRIES: Final = 3
 _PLAIN_SHARE: Final = 64  # of a chunk: so many pieces in one, and more, are encoded together
 
@@ -100,12 +98,8 @@ class SliceWriter:
         assert partitions.spool is not None
         self._spool = partitions.spool  # of what waits: encoded chunks, and what the baseline will change
         self.changes = SliceChanges(self._spool)
-        self._pool = worker_pool("dcr-encode")
-        self._waiting: deque[Future[None]] = deque()
+        self._encoders = Encoders()
         self._taking = threading.Lock()
-        self._was_read = threading.Condition()
-        self._n_unread = 0
-        self._n_workers = n_workers()
 
     def write(self, key: str, bits: SliceBits, local: Bits, *, is_residual: bool) -> None:
         """Take a slice; returns when all of it has been read.
@@ -120,43 +114,16 @@ class SliceWriter:
             The slice, flat in C order.
         """
         runs = list(_runs(bits.pieces, self.chunk_elements))
-        for first in range(0, len(runs), _N_TOGETHER):
-            batch = runs[first : first + _N_TOGETHER]
-            with self._was_read:
-                self._n_unread += 1
-            self._waiting.append(self._pool.submit(self._work, key, bits, local, batch, is_residual))
-            while len(self._waiting) * _N_TOGETHER > _AHEAD * self._n_workers:
-                self._waiting.popleft().result()
-        with self._was_read:
-            self._was_read.wait_for(lambda: self._n_unread == 0)
-        while self._waiting and self._waiting[0].done():
-            self._waiting.popleft().result()
+        for first in range(0, len(runs), N_TOGETHER):
+            batch = runs[first : first + N_TOGETHER]
+            if self.is_anchor:
+                self._encoders.give(batch, partial(self._copied, bits, local), partial(self._encode_copies, key, bits))
+            else:
+                encode = partial(self._encode_differences, key, bits, is_residual)
+                self._encoders.give(batch, partial(self._compared, bits, local), encode)
+        self._encoders.settle()
 
-    def _work(self, key: str, bits: SliceBits, local: Bits, batch: Sequence[range], is_residual: bool) -> None:
-        """Copy, encode and take runs of pieces; runs in a worker's thread."""
-        n_unread = len(batch)
-        try:
-            for run in batch:
-                copies = self._copied(bits, run, local) if self.is_anchor else []
-                found = [] if self.is_anchor else [self._compare(bits, index, local) for index in run]
-                n_unread -= 1
-                if n_unread == 0:
-                    self._say_read()
-                encoded = self._encode(bits, run, found, copies, is_residual=is_residual)
-                with self._taking:
-                    for index, item in zip(run, encoded, strict=True):
-                        self._take(key, bits, index, item)
-        finally:
-            if n_unread:
-                self._say_read()
-
-    def _say_read(self) -> None:
-        with self._was_read:
-            self._n_unread -= 1
-            if self._n_unread == 0:
-                self._was_read.notify_all()
-
-    def _copied(self, bits: SliceBits, run: range, local: Bits) -> list[Bits]:
+    def _copied(self, bits: SliceBits, local: Bits, run: range) -> list[Bits]:
         """Copy the pieces of an anchor, which are encoded from there: a baseline's files are no private memory."""
         buffer, copies, start = scratch(bits.pieces[run[0]].space, self.chunk_elements, "anchor"), [], 0
         for index in run:
@@ -165,6 +132,9 @@ class SliceWriter:
             copies.append(new)
             start += len(new)
         return copies
+
+    def _compared(self, bits: SliceBits, local: Bits, run: range) -> list[Difference]:
+        return [self._compare(bits, index, local) for index in run]
 
     def _compare(self, bits: SliceBits, index: int, local: Bits) -> Difference:
         """Copy a piece and compare it with the baseline."""
@@ -182,19 +152,28 @@ class SliceWriter:
             found="other bits each time",
         )
 
-    def _encode(
-        self, bits: SliceBits, run: range, found: Sequence[Difference], copies: Sequence[Bits], *, is_residual: bool
-    ) -> list[EncodedPiece]:
-        size, pieces = self.chunk_elements, [bits.pieces[index] for index in run]
-        plain = [piece.n_elements * _PLAIN_SHARE <= size and piece.n_elements != self._whole(piece) for piece in pieces]
-        if not self.is_anchor:
-            return encode_pieces(self.codec, pieces, found, size, plain=plain, is_residual=is_residual)
+    def _encode_copies(self, key: str, bits: SliceBits, run: range, copies: Sequence[Bits]) -> None:
         for index, new in zip(run, copies, strict=True):
-            bits.take(index, new, size)
-        return [
-            take_whole(piece, new, size) if is_plain else encode_whole(self.codec, piece, new, size)
-            for piece, new, is_plain in zip(pieces, copies, plain, strict=True)
-        ]
+            bits.take(index, new, self.chunk_elements)
+        encoded = []
+        for index, new in zip(run, copies, strict=True):
+            piece = bits.pieces[index]
+            if self._stays_plain(piece):
+                encoded.append(take_whole(piece, new, self.chunk_elements))
+            else:
+                encoded.append(encode_whole(self.codec, piece, new, self.chunk_elements))
+        self._take(key, bits, run, encoded)
+
+    def _encode_differences(
+        self, key: str, bits: SliceBits, is_residual: bool, run: range, found: Sequence[Difference]
+    ) -> None:
+        pieces = [bits.pieces[index] for index in run]
+        plain = [self._stays_plain(piece) for piece in pieces]
+        encoded = encode_pieces(self.codec, pieces, found, self.chunk_elements, plain=plain, is_residual=is_residual)
+        self._take(key, bits, run, encoded)
+
+    def _stays_plain(self, piece: Piece) -> bool:
+        return piece.n_elements * _PLAIN_SHARE <= self.chunk_elements and piece.n_elements != self._whole(piece)
 
     def _whole(self, piece: Piece) -> int:
         """Return how many elements come of a piece's chunk, if from this writer alone."""
@@ -202,7 +181,12 @@ class SliceWriter:
             return self._expected.get((piece.space, piece.chunk), 0)
         return int(self._occupied[piece.space][piece.chunk])
 
-    def _take(self, key: str, bits: SliceBits, index: int, encoded: EncodedPiece) -> None:
+    def _take(self, key: str, bits: SliceBits, run: range, encoded: Sequence[EncodedPiece]) -> None:
+        with self._taking:
+            for index, item in zip(run, encoded, strict=True):
+                self._take_piece(key, bits, index, item)
+
+    def _take_piece(self, key: str, bits: SliceBits, index: int, encoded: EncodedPiece) -> None:
         """Note what a piece adds; the caller holds `_taking`."""
         piece = bits.pieces[index]
         place = (piece.space, piece.chunk)
@@ -270,8 +254,7 @@ class SliceWriter:
 
     def finish(self) -> dict[str, NDArray[np.uint64]]:
         """Encode what is left; return the contributions, uint64 of shape (n, 4) per space, ascending by chunk."""
-        while self._waiting:
-            self._waiting.popleft().result()
+        self._encoders.drain()
         for place in sorted(self._chunks):
             self._pass_on(*place, {})
         rows: dict[str, list[list[int]]] = {space: [] for space in SPACES}
@@ -281,7 +264,7 @@ class SliceWriter:
 
     def close(self) -> None:
         """Stop the pools and drop what waited."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._encoders.close()
         self.partitions.close()
         self._spool.close()
         self.changes.clear()

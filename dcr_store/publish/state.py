@@ -8,9 +8,7 @@ come from the same bits, whatever happens to the caller's memory meanwhile.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -26,14 +24,13 @@ from dcr_store.layout.dtypes import Bits, uint_dtype, width
 from dcr_store.layout.layout import Layout, TensorEntry
 from dcr_store.payload.version import Table
 from dcr_store.publish.chunks import ChunkAssembler, ReadInto
+from dcr_store.publish.encoders import N_TOGETHER, Encoders
 from dcr_store.publish.partitions import PartitionWriter
 from dcr_store.publish.spool import ChunkSpool
-from dcr_store.versions.workers import n_workers, scratch, worker_pool
+from dcr_store.versions.workers import scratch
 
 Fill = Callable[[Bits], None]
-_Batch = list[tuple[str, int, Fill]]
-_AHEAD: Final = 8  # chunks for each worker; those that tensors share take a buffer each
-_N_TOGETHER: Final = 4
+_Item = tuple[str, int, Fill]
 _N_TRIES: Final = 3
 
 
@@ -147,14 +144,10 @@ class StateWriter:
         self.n_changed = 0
         self._kept: dict[str, tuple[int, Bits]] = {}
         self.contributions: dict[str, list[tuple[int, int, int, int]]] = {space: [] for space in SPACES}
-        self._pool = worker_pool("dcr-encode")
-        self._waiting: deque[Future[None]] = deque()
+        self._encoders = Encoders()
         self._taking = threading.Lock()  # n_changed, contributions, partitions
-        self._batch: _Batch = []
-        self._n_together = _N_TOGETHER
-        self._n_workers = n_workers()
-        self._n_unread_batches = 0
-        self._was_read = threading.Condition()
+        self._batch: list[_Item] = []
+        self._n_together = N_TOGETHER
         required = None if layout is None else {s: layout.occupied(s, self.chunk_elements) for s in SPACES}
         self._n_chunks = None if required is None else {space: len(table) for space, table in required.items()}
         self._assembler = ChunkAssembler(self.chunk_elements, required, self._emit)
@@ -167,9 +160,9 @@ class StateWriter:
         settles : bool
             Whether that comes at once. Then no worker takes so much of this tensor that others have none of it.
         """
-        n_parts = 2 * self._n_workers
-        share = entry.n_elements // (self.chunk_elements * n_parts) if settles else _N_TOGETHER
-        self._n_together = max(1, min(share, _N_TOGETHER))
+        n_parts = 2 * self._encoders.n_workers
+        share = entry.n_elements // (self.chunk_elements * n_parts) if settles else N_TOGETHER
+        self._n_together = max(1, min(share, N_TOGETHER))
         self._assembler.feed(entry.space, entry.start, entry.n_elements, read_into)
 
     def _emit(self, space: str, chunk: int, fill: Fill) -> None:
@@ -178,38 +171,20 @@ class StateWriter:
             self._submit()
 
     def _submit(self) -> None:
-        """Hand what is collected to a worker: a few chunks at a time, because each change of threads costs."""
-        if not self._batch:
-            return
-        with self._was_read:
-            self._n_unread_batches += 1
         batch, self._batch = self._batch, []
-        self._waiting.append(self._pool.submit(self._work, batch))
-        while len(self._waiting) * self._n_together > _AHEAD * self._n_workers:
-            self._waiting.popleft().result()
+        if batch:
+            self._encoders.give(batch, self._copied, self._encode_and_take)
 
-    def _work(self, batch: _Batch) -> None:
-        """Take private copies of chunks, encode and take them; runs in a worker's thread."""
-        n_unread = len(batch)
-        try:
-            for space, chunk, fill in batch:
-                new = scratch(space, self.chunk_elements)
-                fill(new)
-                n_unread -= 1
-                if n_unread == 0:
-                    self._say_read()
-                encoded = self._encode(space, chunk, new)
-                with self._taking:
-                    self._take(encoded)
-        finally:
-            if n_unread:
-                self._say_read()
+    def _copied(self, item: _Item) -> Bits:
+        space, _, fill = item
+        new = scratch(space, self.chunk_elements)
+        fill(new)
+        return new
 
-    def _say_read(self) -> None:
-        with self._was_read:
-            self._n_unread_batches -= 1
-            if self._n_unread_batches == 0:  # not each time: whoever waits would only wake to wait again
-                self._was_read.notify_all()
+    def _encode_and_take(self, item: _Item, new: Bits) -> None:
+        encoded = self._encode(item[0], item[1], new)
+        with self._taking:
+            self._take(encoded)
 
     def _encode(self, space: str, chunk: int, new: Bits) -> EncodedChunk:
         raise NotImplementedError
@@ -227,16 +202,12 @@ class StateWriter:
     def settle(self) -> None:
         """Wait until all sources are read and may change, if not yet encoded."""
         self._submit()
-        with self._was_read:
-            self._was_read.wait_for(lambda: self._n_unread_batches == 0)
-        while self._waiting and self._waiting[0].done():
-            self._waiting.popleft().result()
+        self._encoders.settle()
 
     def drain(self) -> None:
         """Wait until all complete chunks are encoded."""
         self._submit()
-        while self._waiting:
-            self._waiting.popleft().result()
+        self._encoders.drain()
 
     def finish(self) -> dict[str, NDArray[np.uint64]]:
         """Encode what is left; return the contributions, uint64 of shape (n, 4) per space, ascending by chunk."""
@@ -249,7 +220,7 @@ class StateWriter:
     def close(self) -> None:
         """Stop the pools."""
         self._batch.clear()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._encoders.close()
         self.partitions.close()
 
     def current(self, entry: TensorEntry, start: int, stop: int, out: Bits) -> None:

@@ -93,8 +93,7 @@ def write(transaction: SliceTransaction, state: State, rank: int, n_ranks: int, 
 
 def crash(transaction: SliceTransaction) -> None:
     """Leave a writer as a killed process does, with everything stored that was whole."""
-    while transaction._writer._waiting:
-        transaction._writer._waiting.popleft().result()
+    transaction._writer._encoders.drain()
     for future in transaction._writer.partitions._uploads.futures:
         future.result()
     transaction._close()

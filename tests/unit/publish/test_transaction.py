@@ -232,7 +232,7 @@ class TestWorkers:
     """A worker gets several chunks at a time, but no more than leaves others their part."""
 
     def use(self, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("publish.state", "versions.workers"):
+        for module in ("publish.encoders", "versions.workers"):
             monkeypatch.setattr(f"dcr_store.{module}.n_workers", lambda: n)
 
     def test_all_have_a_part_of_one_tensor(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
