@@ -10,7 +10,8 @@ from scale_version import Version
 from scale_writer import Clock
 
 from dcr_store.objects.transfer import N_PARALLEL
-from dcr_store.publish import partitions as publishing
+from dcr_store.publish.partitions import PARTITION_NBYTES
+from dcr_store.publish.uploads import N_UPLOADS
 
 GB = 1e9
 
@@ -50,7 +51,7 @@ def bill_of(version: Version, history: History, prices: Prices, months: float, n
 
 
 def full_bill(nbytes: int, n_versions: int, n_writers: int, prices: Prices, months: float, n_regions: int) -> Bill:
-    part = publishing.PARTITION_NBYTES
+    part = PARTITION_NBYTES
     n_parts = math.ceil(nbytes / n_writers / part) * n_writers
     return Bill(
         n_versions * (n_parts * prices.put + n_regions * n_parts * prices.get),
@@ -61,7 +62,7 @@ def full_bill(nbytes: int, n_versions: int, n_writers: int, prices: Prices, mont
 
 def full_seconds(nbytes: int, n_writers: int, clock: Clock) -> tuple[float, float]:
     """Return how long the writers take to upload a full checkpoint, and a receiver to fetch it."""
-    n_uploads, part = publishing._N_UPLOADS, publishing.PARTITION_NBYTES
+    n_uploads, part = N_UPLOADS, PARTITION_NBYTES
     each = nbytes / n_writers
     speed = min(n_uploads * clock.connection, clock.node / clock.writers_per_node)
     send_s = clock.first_byte_s * math.ceil(each / part / n_uploads) + each / speed

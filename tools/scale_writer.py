@@ -35,6 +35,7 @@ from dcr_store.payload import contributions, shard
 from dcr_store.publish import partitions as publishing
 from dcr_store.publish.ownership import Ownership
 from dcr_store.publish.partitions import PartitionWriter
+from dcr_store.publish.uploads import N_UPLOADS
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,9 @@ def partitions_of(share: Share, coding: Coding, *, is_anchor: bool) -> list[Part
 def written(share: Share, layout: Layout, coding: Coding, clock: Clock, name: str, *, is_anchor: bool) -> Written:
     """Simulate one writer: encode, upload, journal, seal."""
     stored = partitions_of(share, coding, is_anchor=is_anchor)
-    side_by_side = publishing._N_UPLOADS * clock.writers_per_node
+    side_by_side = N_UPLOADS * clock.writers_per_node
     encode_s = 2 * share.n_elements / clock.encode
-    free = [0.0] * publishing._N_UPLOADS
+    free = [0.0] * N_UPLOADS
     entries: list[int] = []
     waiting: list[Partition] = []
     journaled_s, journal_nbytes, journal = 0.0, 0, []

@@ -29,9 +29,10 @@ from dcr_store.maintain import ranges
 from dcr_store.maintain.ranges import RangeJob
 from dcr_store.publish.committing import Proposal, Sealed, propose, store_proposal
 from dcr_store.publish.ending import abort_record
+from dcr_store.publish.journaled import read_durable
 from dcr_store.publish.opening import WRITER
 from dcr_store.publish.owner import default_owner, describe, is_dead
-from dcr_store.publish.partitions import PartitionWriter, read_durable
+from dcr_store.publish.partitions import PartitionWriter
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.moving import while_kept
 from dcr_store.versions.places import StorePlace, worked_on

@@ -36,9 +36,10 @@ from dcr_store.payload.contributions import Rows
 from dcr_store.payload.version import Table, read_manifest
 from dcr_store.publish.committing import Proposal, Sealed, append_commit, missing_if_ended, propose, store_proposal
 from dcr_store.publish.ending import Ending
+from dcr_store.publish.journaled import read_earlier
 from dcr_store.publish.opening import LIVE
 from dcr_store.publish.ownership import Ownership, check_ownership, ones_of, owned_box
-from dcr_store.publish.partitions import PartitionWriter, read_earlier
+from dcr_store.publish.partitions import PartitionWriter
 from dcr_store.publish.seals import SealWatch, read_seal, same_bits
 from dcr_store.publish.slice_baseline import SliceBaseline
 from dcr_store.publish.slice_bits import SliceBits

@@ -1,59 +1,35 @@
 """One writer's partitions: collect encoded chunks, assemble shards, upload them while encoding goes on, journal, seal.
 
 Bounded memory: open partitions hold their encoded chunks (spooled to a temporary file where tensors come in any
-order), and at most ``IN_FLIGHT_NBYTES`` are being uploaded. What an earlier incarnation of the same transaction stored
-is recognised by its SHA-256 and not uploaded again.
+order), and so many bytes are being uploaded (``publish.uploads``). What an earlier incarnation of the same transaction
+stored is recognised by its SHA-256 and not uploaded again; a writer that is bound by it is refused other bits.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dcr_store import events
-from dcr_store.errors import ConflictError, FormatError, NotFoundError
+from dcr_store.errors import ConflictError
 from dcr_store.format.documents import KINDS, SPACES, Array, JournalEntry, ObjectRef, Partition, Seal, SealRef
 from dcr_store.format.names import TransactionKeys
 from dcr_store.layout.dtypes import width
-from dcr_store.objects.threads import Threads
 from dcr_store.payload import arrays, contributions, shard
 from dcr_store.payload.contributions import Rows
 from dcr_store.ports import ObjectStore
+from dcr_store.publish.journaled import Durable, Journaled
 from dcr_store.publish.spool import ChunkSpool
+from dcr_store.publish.uploads import Uploads
 
 PARTITION_NBYTES: Final = 64 << 20
 MAX_PARTITION_CHUNKS: Final = 256  # with tiny chunks the index would outgrow them
-IN_FLIGHT_NBYTES: Final = 128 << 20
-MAX_IN_FLIGHT: Final = 64  # tiny files would be so many that looking through them takes longer than storing them
 JOURNAL_FIRST_PARTITIONS: Final = 1
 JOURNAL_PARTITIONS: Final = 8
 JOURNAL_INTERVAL_S: Final = 1.0
-_N_UPLOADS: Final = 8
-
-Durable = Mapping[tuple[str, int, str], Partition]
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """What earlier incarnations of a writer journaled in a transaction.
-
-    Attributes
-    ----------
-    durable : mapping of (str, int, str) to Partition
-        By array, index and SHA-256: the partitions that are there.
-    named : mapping of (str, int) to set of str
-        By array and index: the SHA-256 of each that was journaled, there or not; several if they disagree.
-    is_sealed : bool
-        Whether these are all, and sealed.
-    """
-
-    durable: Durable
-    named: Mapping[tuple[str, int], Set[str]]
-    is_sealed: bool
 
 
 @dataclass(slots=True)
@@ -62,44 +38,6 @@ class _Open:
 
     n_seen: int = 0
     chunks: dict[int, bytes | None] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Uploads:
-    """Objects on their way, bounded by bytes and number."""
-
-    pool: Threads
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    in_flight: int = 0
-    in_flight_nbytes: int = 0
-    futures: list[Future[object]] = field(default_factory=list)
-
-    def admit(self, nbytes: int) -> None:
-        """Wait until one more object, of `nbytes`, may be in flight."""
-        with self.changed:
-            while self.in_flight and (
-                self.in_flight_nbytes + nbytes > IN_FLIGHT_NBYTES or self.in_flight >= MAX_IN_FLIGHT
-            ):
-                self.changed.wait()
-            self.in_flight += 1
-            self.in_flight_nbytes += nbytes
-
-    def leave(self, nbytes: int) -> None:
-        """Say that an object of `nbytes` is stored, or has failed."""
-        with self.changed:
-            self.in_flight -= 1
-            self.in_flight_nbytes -= nbytes
-            self.changed.notify_all()
-
-    def raise_first(self) -> None:
-        """Raise the error of an upload that has failed, if any, and forget those that have succeeded."""
-        waiting = []
-        for future in self.futures:
-            if future.done():
-                future.result()
-            else:
-                waiting.append(future)
-        self.futures = waiting
 
 
 class PartitionWriter:
@@ -113,7 +51,7 @@ class PartitionWriter:
         Where encoded chunks wait; None keeps them in memory.
     keep : bool
         Whether they stay in the spool after their partition was stored.
-    bound : Earlier, optional
+    bound : Journaled, optional
         What binds this incarnation, if anything: other bits than those that were journaled are then refused.
     """
 
@@ -130,7 +68,7 @@ class PartitionWriter:
         spool: ChunkSpool | None,
         *,
         keep: bool = True,
-        bound: Earlier | None = None,
+        bound: Journaled | None = None,
     ) -> None:
         self.objects, self.keys = objects, keys
         self.writer, self.incarnation, self.attempt = writer, incarnation, attempt
@@ -138,7 +76,7 @@ class PartitionWriter:
         self._keep, self._bound = keep, bound
         self._open: dict[tuple[str, int], _Open] = {}
         self._arrays: set[str] = set()
-        self._uploads = _Uploads(Threads(_N_UPLOADS, "dcr-upload"))
+        self._uploads = Uploads()
         self._lock = threading.Lock()
         self._sealed: list[Partition] = []
         self._unjournaled: list[Partition] = []
@@ -194,7 +132,7 @@ class PartitionWriter:
             return
         blob = self._assembled(array, index, part.chunks)
         self._arrays.add(array)
-        self._start(len(blob), self._upload, array, index, blob, len(part.chunks))
+        self._uploads.start(len(blob), self._upload, array, index, blob, len(part.chunks))
 
     def _assembled(self, array: str, index: int, encoded: Mapping[int, bytes | None]) -> bytes:
         per = self.chunks_per_partition(array.partition("/")[0])
@@ -208,38 +146,25 @@ class PartitionWriter:
             chunks[place] = data
         return shard.assemble(chunks, per)
 
-    def _start(self, nbytes: int, upload: Callable[..., object], *arguments: object) -> None:
-        """Hand `nbytes` to the uploaders, who have to say when they leave; raises what an earlier upload met."""
-        self._uploads.raise_first()
-        self._uploads.admit(nbytes)
-        try:
-            self._uploads.futures.append(self._uploads.pool.submit(upload, *arguments))
-        except BaseException:
-            self._uploads.leave(nbytes)
-            raise
-
     def _upload(self, array: str, index: int, blob: bytes, n_chunks: int) -> None:
         """Store a partition unless an earlier incarnation did; runs in an uploader's thread."""
-        try:
-            key = self.keys.partition(self.writer, self.incarnation, array, index)
-            ref = ObjectRef.of(key, blob)
-            self._require_bound(key, array, index, ref.sha256)
-            partition = self.durable.get((array, index, ref.sha256))
-            if partition is None:
-                events.reached("publish.partition.before", key)
-                self.objects.put(key, blob)
-                events.reached("publish.partition.stored", key)
-                partition = Partition(array, index, self.incarnation, len(blob), ref.sha256, n_chunks)
-            with self._lock:
-                self._sealed.append(partition)
-                self._unjournaled.append(partition)
-                # The first one at once, unless the seal comes next: receivers can begin.
-                n_wanted = JOURNAL_PARTITIONS if self._journal or self._is_ending else JOURNAL_FIRST_PARTITIONS
-                due = time.monotonic() - self._journaled_at >= JOURNAL_INTERVAL_S
-                if due or len(self._unjournaled) >= n_wanted:
-                    self._journal_now(None)
-        finally:
-            self._uploads.leave(len(blob))
+        key = self.keys.partition(self.writer, self.incarnation, array, index)
+        ref = ObjectRef.of(key, blob)
+        self._require_bound(key, array, index, ref.sha256)
+        partition = self.durable.get((array, index, ref.sha256))
+        if partition is None:
+            events.reached("publish.partition.before", key)
+            self.objects.put(key, blob)
+            events.reached("publish.partition.stored", key)
+            partition = Partition(array, index, self.incarnation, len(blob), ref.sha256, n_chunks)
+        with self._lock:
+            self._sealed.append(partition)
+            self._unjournaled.append(partition)
+            # The first one at once, unless the seal comes next: receivers can begin.
+            n_wanted = JOURNAL_PARTITIONS if self._journal or self._is_ending else JOURNAL_FIRST_PARTITIONS
+            due = time.monotonic() - self._journaled_at >= JOURNAL_INTERVAL_S
+            if due or len(self._unjournaled) >= n_wanted:
+                self._journal_now(None)
 
     def _require_bound(self, key: str, array: str, index: int, found: str | None) -> None:
         """Refuse a partition, or that there is none, if any earlier incarnation said something else."""
@@ -304,9 +229,7 @@ class PartitionWriter:
         """Store the partitions that are still open and wait for all uploads."""
         self._is_ending = True
         self._store_open()
-        for future in self._uploads.futures:
-            future.result()
-        self._uploads.futures.clear()
+        self._uploads.wait()
 
     def _store_open(self) -> None:
         for array, index in sorted(self._open):
@@ -348,10 +271,9 @@ class PartitionWriter:
             ref = self._ref(f"{array}/zarr.json", metadata)
             described.append(Array(array, lengths[space], self.chunk_elements, shard_elements, self.codec, ref))
         # Beside the last partitions: only the seal has to come after everything that it names.
-        tasks = [self._uploads.pool.submit(self._put, name, data) for name, data in stored.items()]
+        for name, data in stored.items():
+            self._uploads.start_small(self._put, name, data)
         self.flush()
-        for task in tasks:
-            task.result()
         contributed = self._ref("contributions.bin", stored["contributions.bin"])
         partitions = sorted(self._sealed, key=_order)
         if self._bound is not None:
@@ -403,15 +325,8 @@ class PartitionWriter:
 
     def put_file(self, data: bytes) -> ObjectRef:
         """Store a side file or header under its content, durably by the next ``flush``."""
-
-        def upload() -> None:
-            try:
-                self._put(name, data)
-            finally:
-                self._uploads.leave(len(data))
-
         name = f"files/{ObjectRef.of('', data).sha256}"
-        self._start(len(data), upload)
+        self._uploads.start(len(data), self._put, name, data)
         return self._ref(name, data)
 
     @property
@@ -431,7 +346,7 @@ class PartitionWriter:
 
     def close(self) -> None:
         """Stop the uploaders; what has not started is dropped."""
-        self._uploads.pool.shutdown(wait=True, cancel_futures=True)
+        self._uploads.close()
 
 
 def _place(array: str) -> str:
@@ -443,34 +358,3 @@ def _place(array: str) -> str:
 def _order(item: Partition) -> tuple[int, int, int]:
     space, _, kind = item.array.partition("/")
     return SPACES.index(space), KINDS.index(kind), item.index
-
-
-def read_durable(objects: ObjectStore, keys: TransactionKeys, writer: str) -> Durable:
-    """Return the partitions that earlier incarnations of `writer` in this transaction journaled and that are there."""
-    return read_earlier(objects, keys, writer).durable
-
-
-def read_earlier(objects: ObjectStore, keys: TransactionKeys, writer: str) -> Earlier:
-    """Return what earlier incarnations of `writer` in this transaction journaled.
-
-    Journal entries that cannot be read are left out: their partitions are stored again.
-    """
-    durable: dict[tuple[str, int, str], Partition] = {}
-    named: dict[tuple[str, int], set[str]] = {}
-    is_sealed = False
-    sizes = objects.list(keys.prefix)
-    for key in sizes:
-        if not key.startswith(f"{keys.prefix}journal/{writer}."):
-            continue
-        try:
-            entry = JournalEntry.from_bytes(objects.get(key), key)
-        except (FormatError, NotFoundError):
-            continue
-        if (entry.txid, entry.writer) != (keys.txid, writer):
-            continue
-        is_sealed |= entry.seal is not None
-        for item in (*entry.partitions, *(entry.seal.partitions if entry.seal else ())):
-            named.setdefault((item.array, item.index), set()).add(item.sha256)
-            if sizes.get(keys.partition(writer, item.incarnation, item.array, item.index)) == item.nbytes:
-                durable[item.array, item.index, item.sha256] = item
-    return Earlier(durable, named, is_sealed)

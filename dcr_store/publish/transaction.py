@@ -31,8 +31,9 @@ from dcr_store.publish.chunks import ReadInto
 from dcr_store.publish.committing import Proposal, Sealed, append_commit, missing_if_ended, propose, store_proposal
 from dcr_store.publish.ending import Ending
 from dcr_store.publish.flow import Flow
+from dcr_store.publish.journaled import read_durable
 from dcr_store.publish.opening import LIVE, WRITER
-from dcr_store.publish.partitions import PartitionWriter, read_durable
+from dcr_store.publish.partitions import PartitionWriter
 from dcr_store.publish.spool import ChunkSpool
 from dcr_store.publish.state import AnchorWriter, DeltaWriter, StateWriter
 from dcr_store.targets.checkpoint import Checkpoint

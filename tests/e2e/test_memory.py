@@ -16,11 +16,11 @@ MIB = 1 << 20
 SMALL = """
 import sys
 import dcr_store
-from dcr_store.publish import partitions, spool
+from dcr_store.publish import partitions, spool, uploads
 from dcr_store.receive import transfers
 from dcr_store.versions import prefetch, replay, workers
 for module, name in (
-    (partitions, "PARTITION_NBYTES"), (partitions, "IN_FLIGHT_NBYTES"), (spool, "SPOOL_NBYTES"),
+    (partitions, "PARTITION_NBYTES"), (uploads, "IN_FLIGHT_NBYTES"), (spool, "SPOOL_NBYTES"),
     (transfers, "IN_FLIGHT_NBYTES"),
     (prefetch, "AHEAD_NBYTES"), (replay, "GROUP_NBYTES"), (workers, "_KEEP_NBYTES"),
 ):

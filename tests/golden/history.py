@@ -41,7 +41,7 @@ from dcr_store.format import fields as format_fields
 from dcr_store.format import names as format_names
 from dcr_store.layout.tensors import to_array
 from dcr_store.objects.threads import Threads
-from dcr_store.publish import encoders, partitions
+from dcr_store.publish import encoders, partitions, uploads
 from dcr_store.publish.transaction import Transaction
 from dcr_store.store import Store
 
@@ -72,7 +72,7 @@ def fixed() -> Iterator[None]:
         mock.patch.object(partitions, "JOURNAL_FIRST_PARTITIONS", 2),
         mock.patch.object(partitions, "JOURNAL_PARTITIONS", 2),
         mock.patch.object(partitions, "JOURNAL_INTERVAL_S", float("inf")),
-        mock.patch.object(partitions, "_N_UPLOADS", 1),
+        mock.patch.object(uploads, "N_UPLOADS", 1),
         mock.patch.object(encoders, "worker_pool", lambda name: Threads(1, name)),  # in the order of the chunks
     ):
         yield

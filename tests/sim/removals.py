@@ -26,7 +26,17 @@ from dcr_store.layout.dtypes import width
 from dcr_store.log import fold, record_log
 from dcr_store.log.acks import AckReader
 from dcr_store.objects.retry import Backoff, TransientError
-from dcr_store.publish import committing, joint, ownership, partitions, seals, slice_writer, state, transaction
+from dcr_store.publish import (
+    committing,
+    joint,
+    journaled,
+    ownership,
+    partitions,
+    seals,
+    slice_writer,
+    state,
+    transaction,
+)
 from dcr_store.receive import deciding, pull
 from dcr_store.receive.transfers import Transfers
 from dcr_store.targets import copy_directory, marker, paths
@@ -106,7 +116,7 @@ def adopted_by_content() -> contextlib.AbstractContextManager[None]:
         def get(self, key: Any, default: Any = None) -> Any:
             return next((item for (array, index, _), item in self.items() if (array, index) == key[:2]), default)
 
-    read = partitions.read_durable
+    read = journaled.read_durable
     return patched((transaction, "read_durable", lambda *arguments: Loose(read(*arguments))))
 
 
@@ -337,7 +347,7 @@ def bound_by_the_journal() -> contextlib.AbstractContextManager[None]:
 
 def durable_partitions() -> contextlib.AbstractContextManager[None]:
     """A writer stores again what its earlier incarnation has stored."""
-    read = partitions.read_earlier
+    read = journaled.read_earlier
     return patched((joint, "read_earlier", lambda *arguments: replace(read(*arguments), durable={})))
 
 

@@ -17,8 +17,9 @@ from dcr_store.format.documents import JournalEntry, Partition
 from dcr_store.format.names import TransactionKeys
 from dcr_store.objects.open import open_objects
 from dcr_store.payload import contributions, shard
-from dcr_store.publish import partitions
-from dcr_store.publish.partitions import PartitionWriter, read_durable
+from dcr_store.publish import partitions, uploads
+from dcr_store.publish.journaled import read_durable
+from dcr_store.publish.partitions import PartitionWriter
 from dcr_store.publish.spool import ChunkSpool
 
 SIZE = 64
@@ -289,7 +290,7 @@ def test_a_failing_upload_reaches_the_caller(objects: Watched) -> None:
 def test_bytes_in_flight_are_bounded(objects: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    monkeypatch.setattr(partitions, "IN_FLIGHT_NBYTES", 300)
+    monkeypatch.setattr(uploads, "IN_FLIGHT_NBYTES", 300)
     gate, highest = threading.Event(), [0]
     writer = make(objects)
 

@@ -19,7 +19,7 @@ from dcr_store.errors import IntegrityError, StorageError
 from dcr_store.format.documents import ObjectRef
 from dcr_store.objects.transfer import N_PARALLEL
 from dcr_store.ports import ObjectStore
-from dcr_store.publish import partitions
+from dcr_store.publish.uploads import MAX_IN_FLIGHT
 from dcr_store.receive import side_files
 from dcr_store.store import Store
 
@@ -183,7 +183,7 @@ def test_published_side_by_side_and_bounded_in_number(tmp_path: Path, checkpoint
         watched.before = before
         transaction.write_checkpoint(checkpoint)
         transaction.commit()
-        assert 2 < max(seen) <= partitions.MAX_IN_FLIGHT
+        assert 2 < max(seen) <= MAX_IN_FLIGHT
         assert uploads.in_flight == uploads.in_flight_nbytes == 0
         store.pull(tmp_path / "out")
         assert shown(tmp_path / "out") == shown(checkpoint)
