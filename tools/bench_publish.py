@@ -31,6 +31,7 @@ from dcr_store.codec import kernels
 from dcr_store.codec.chunk import compare
 from dcr_store.codec.portable import get_codec
 from dcr_store.layout import slices
+from dcr_store.layout.boxes import view
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,9 +71,7 @@ def local_of(mapped: AffineMap, full: NDArray[Any]) -> NDArray[Any]:
     local = np.empty(mapped.shape, full.dtype)
     flat, values = local.reshape(-1), full.reshape(-1)
     for item in mapped.boxes["w"]:
-        sizes = [dim.n for dim in item.dims]
-        source = np.lib.stride_tricks.as_strided(values[item.there :], sizes, [2 * dim.there for dim in item.dims])
-        np.lib.stride_tricks.as_strided(flat[item.here :], sizes, [2 * dim.here for dim in item.dims])[...] = source
+        view(flat, item.here, item, "here")[...] = view(values, item.there, item, "there")
     return local
 
 

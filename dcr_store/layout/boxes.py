@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,6 +136,20 @@ def box(here: int, there: int, dims: Iterable[Dim]) -> Box:
         else:
             merged.append(dim)
     return Box(here, there, tuple(merged))
+
+
+def view(flat: NDArray[Any], start: int, item: Box, side: Literal["here", "there"]) -> NDArray[Any]:
+    """Return the elements of one side of a box, in the shape of its dims; a view of `flat`.
+
+    Parameters
+    ----------
+    flat : ndarray, shape (n,)
+        That side, or a part of it that has the whole box.
+    start : int
+        Where in `flat` the box's first element is.
+    """
+    strides = [getattr(dim, side) * flat.itemsize for dim in item.dims]
+    return np.lib.stride_tricks.as_strided(flat[start:], [dim.n for dim in item.dims], strides)
 
 
 def _require_nested(what: str, strides: list[tuple[int, int]]) -> None:

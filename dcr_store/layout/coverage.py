@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr_store.layout.boxes import Box, Dim, box, clipped, merged, shared
+from dcr_store.layout.boxes import Box, Dim, box, clipped, merged, shared, view
 
 MAX_PARTS: Final = 1000
 _WINDOW: Final = 1 << 24  # values that are counted at once
@@ -196,6 +196,5 @@ def _counted(boxes: Sequence[Box], start: int, stop: int) -> Iterable[tuple[int,
         counts = np.zeros(min(_WINDOW, stop - low), np.uint32)
         for item in boxes:
             for part in clipped(item, low, low + len(counts)):
-                sizes, strides = [dim.n for dim in part.dims], [4 * dim.there for dim in part.dims]
-                np.lib.stride_tricks.as_strided(counts[part.there - low :], sizes, strides)[...] += 1
+                view(counts, part.there - low, part, "there")[...] += 1
         yield low, counts

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dcr_store.errors import InvalidInputError
 from dcr_store.layout.affine_map import AffineMap
-from dcr_store.layout.boxes import Box, Dim, box, clipped
+from dcr_store.layout.boxes import Box, Dim, box, clipped, view
 from dcr_store.layout.dtypes import DTYPES, Bits
 from dcr_store.layout.entry import TensorEntry
 from dcr_store.layout.layout import Layout
@@ -61,7 +61,7 @@ class Piece:
             if _is_adjacent(item):
                 np.copyto(out[start:stop], local[item.here : item.here + item.n_elements])
             else:
-                _copy(_view(local, item.here, item, "here"), out[start:stop].reshape([dim.n for dim in item.dims]))
+                _copy(view(local, item.here, item, "here"), out[start:stop].reshape([dim.n for dim in item.dims]))
             start = stop
 
     def gather_chunk(self, chunk: Bits, out: Bits) -> None:
@@ -69,7 +69,7 @@ class Piece:
         start = 0
         for item in self.boxes:
             stop = start + item.n_elements
-            np.copyto(out[start:stop].reshape([dim.n for dim in item.dims]), _view(chunk, item.there, item, "there"))
+            np.copyto(out[start:stop].reshape([dim.n for dim in item.dims]), view(chunk, item.there, item, "there"))
             start = stop
 
     def spread(self, packed: Bits, chunk: Bits) -> None:
@@ -77,18 +77,18 @@ class Piece:
         start = 0
         for item in self.boxes:
             stop = start + item.n_elements
-            np.copyto(_view(chunk, item.there, item, "there"), packed[start:stop].reshape([dim.n for dim in item.dims]))
+            np.copyto(view(chunk, item.there, item, "there"), packed[start:stop].reshape([dim.n for dim in item.dims]))
             start = stop
 
     def take(self, chunk: Bits, local: Bits) -> None:
         """Copy the piece's elements of the whole chunk to their places in a slice."""
         for item in self.boxes:
-            np.copyto(_view(local, item.here, item, "here"), _view(chunk, item.there, item, "there"))
+            np.copyto(view(local, item.here, item, "here"), view(chunk, item.there, item, "there"))
 
     def put(self, local: Bits, chunk: Bits) -> None:
         """Copy the piece's elements of a slice to their places in the chunk; the others stay."""
         for item in self.boxes:
-            np.copyto(_view(chunk, item.there, item, "there"), _view(local, item.here, item, "here"))
+            np.copyto(view(chunk, item.there, item, "there"), view(local, item.here, item, "here"))
 
     def place(self, positions: NDArray[np.uint32], values: Bits) -> tuple[NDArray[np.uint32], Bits]:
         """Return where in the chunk packed elements are, ascending, and their values in this order.
@@ -112,11 +112,6 @@ class Piece:
             return places, values
         order = np.argsort(places, kind="stable")
         return places[order], values[order]
-
-
-def _view(bits: Bits, start: int, item: Box, side: str) -> NDArray[Any]:
-    strides = [getattr(dim, side) * bits.itemsize for dim in item.dims]
-    return np.lib.stride_tricks.as_strided(bits[start:], [dim.n for dim in item.dims], strides)
 
 
 def _is_adjacent(item: Box) -> bool:

@@ -19,7 +19,7 @@ from dcr_store.errors import FormatError, IntegrityError, InvalidInputError
 from dcr_store.format import canonical
 from dcr_store.format.documents import SPACES
 from dcr_store.format.fields import MAX_COUNT, Fields
-from dcr_store.layout.boxes import Box, Dim, box, clipped
+from dcr_store.layout.boxes import Box, Dim, box, clipped, view
 from dcr_store.layout.coverage import Part, covered
 from dcr_store.layout.dtypes import Bits, uint_dtype
 from dcr_store.layout.entry import TensorEntry
@@ -141,9 +141,7 @@ def ones_of(layout: Layout, boxes: Mapping[str, Sequence[Box]], chunk_elements: 
                 continue
             first, stop = min(part.there for part in parts), max(part.there_stop for part in parts)
             for part in parts:
-                strides = [dim.there * buffer.itemsize for dim in part.dims]
-                sizes = [dim.n for dim in part.dims]
-                np.lib.stride_tricks.as_strided(buffer[part.there :], sizes, strides)[...] = np.iinfo(buffer.dtype).max
+                view(buffer, part.there, part, "there")[...] = np.iinfo(buffer.dtype).max
             ones = linear_within(buffer[first:stop], buffer[stop:].nbytes)
             found[entry.space][chunk] = found[entry.space].get(chunk, 0) ^ ones
             buffer[first:stop] = 0

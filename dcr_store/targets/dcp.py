@@ -24,7 +24,7 @@ import numpy as np
 from dcr_store.errors import DcrError, FormatError, IntegrityError, InvalidInputError, NotFoundError, StorageError
 from dcr_store.format import canonical
 from dcr_store.layout.affine_map import AffineMap
-from dcr_store.layout.boxes import Box, clipped
+from dcr_store.layout.boxes import Box, clipped, view
 from dcr_store.layout.dtypes import DTYPES, Bits, n_elements, uint_dtype
 from dcr_store.layout.from_dcp import maps_of_dcp
 from dcr_store.layout.pieces import in_elements
@@ -177,13 +177,7 @@ class DcpCheckpoint(Checkpoint):
             first = min(part.here for part in parts)
             local = self._local(chunk, first, max(part.here_stop for part in parts))
             for part in parts:
-                sizes = [dim.n for dim in part.dims]
-                to = [dim.there * out.itemsize for dim in part.dims]
-                source = [dim.here * local.itemsize for dim in part.dims]
-                np.copyto(
-                    np.lib.stride_tricks.as_strided(out[part.there - start :], sizes, to),
-                    np.lib.stride_tricks.as_strided(local[part.here - first :], sizes, source),
-                )
+                np.copyto(view(out, part.there - start, part, "there"), view(local, part.here - first, part, "here"))
 
     def _local(self, chunk: _Chunk, start: int, stop: int) -> Bits:
         """Return elements ``[start, stop)`` of a chunk, in C order."""
