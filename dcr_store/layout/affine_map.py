@@ -23,8 +23,8 @@ from dcr_store.format import canonical
 from dcr_store.format.fields import MAX_COUNT, Fields
 from dcr_store.layout.boxes import Box, Dim, box, clipped, join, merged
 from dcr_store.layout.coverage import Coverage, Part, covered, doubled
-from dcr_store.layout.dtypes import DType, n_elements, shown
 from dcr_store.layout.dtypes import dtype as dtype_row
+from dcr_store.layout.dtypes import n_values, shown
 from dcr_store.layout.entry import name_problem
 
 FORMAT: Final = "dcr-affine-map"
@@ -66,14 +66,14 @@ class AffineMap:
                 f"values of {dtype} are no whole bytes and cannot be moved one by one; publish them as residual",
                 key=next(iter(tensors), None),
             )
-        n_local = _n_values(row, shape)
+        n_local = n_values(row, shape)
         found: dict[str, tuple[Box, ...]] = {}
         for name, full in tensors.items():
             problem = name_problem(name)
             if problem is not None:
                 raise InvalidInputError(f"{shown(name)} cannot name a tensor: {problem}")
             found[name] = tuple(merged(boxes.get(name, ())))
-            _require_inside(name, found[name], n_local, _n_values(row, full))
+            _require_inside(name, found[name], n_local, n_values(row, full))
         unknown = sorted(set(boxes) - set(tensors))
         if unknown:
             raise InvalidInputError("boxes of a tensor without a shape", key=unknown[0])
@@ -257,10 +257,6 @@ def _found(boxes: Iterable[Box], positions: NDArray[np.int64]) -> NDArray[np.int
     for item in boxes:
         np.maximum(found, item.find(positions), out=found)
     return found
-
-
-def _n_values(row: DType, shape: Sequence[int]) -> int:
-    return n_elements(row, shape) // row.elements_per_value
 
 
 def _require_inside(name: str, boxes: Sequence[Box], n_local: int, n_canonical: int) -> None:

@@ -6,7 +6,7 @@ Refuses documents that are damaged or foreign, that are of other slices, that le
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from dcr_store.layout.affine_map import AffineMap
 from dcr_store.layout.boxes import Box, Dim, box
 from dcr_store.layout.coverage import covered
 from dcr_store.layout.discovery import Discovery, Residual, Slices
-from dcr_store.layout.dtypes import DTYPES, dtype, n_elements
+from dcr_store.layout.dtypes import DTYPES, dtype, n_values
 from dcr_store.layout.tensors import describe
 
 FORMAT: Final = "dcr-discovery"
@@ -100,11 +100,11 @@ def from_bytes(data: bytes, slices: Slices | Sequence[Slices], request: str, key
             raise FormatError("is no part of a tensor", key=row.key, found=f"{part.tensor} {part.start}:{part.stop}")
         held[part.tensor].append(box(0, part.start, [Dim(part.stop - part.start, 1, 1)]))
         residual.append(part)
-    n_values = {name: _n_values(kind, shape) for name, (kind, shape) in tensors.items()}
+    n_values_of = {name: n_values(DTYPES[kind], shape) for name, (kind, shape) in tensors.items()}
     for name, boxes in held.items():
-        if any(item.there_stop > n_values[name] for item in boxes):
+        if any(item.there_stop > n_values_of[name] for item in boxes):
             raise FormatError("holds values past a tensor's end", key=key, found=name)
-    coverage = covered(held, n_values)
+    coverage = covered(held, n_values_of)
     if not coverage.is_exact:
         raise FormatError(
             "does not say of each value once where it comes from",
@@ -139,8 +139,3 @@ def _read_maps(
                 held[name] += boxes
         maps.append({name: read[name] for name in mine if name in read})
     return tuple(maps)
-
-
-def _n_values(kind: str, shape: Sequence[int]) -> int:
-    row: Any = DTYPES[kind]
-    return n_elements(row, shape) // int(row.elements_per_value)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dcr_store.errors import InvalidInputError
 from dcr_store.layout.affine_map import AffineMap
 from dcr_store.layout.boxes import Box
-from dcr_store.layout.dtypes import DTYPES, Bits, n_elements
+from dcr_store.layout.dtypes import DTYPES, Bits, n_elements, n_values
 from dcr_store.layout.read_off import read_off
 from dcr_store.layout.reasons import COMPUTED, explained
 from dcr_store.layout.tensors import as_bits, describe, to_array
@@ -96,13 +96,7 @@ class _Source:
 
     @property
     def n_values(self) -> int:
-        return _n_values(self.dtype, self.shape)
-
-
-def _n_values(dtype: str, shape: Sequence[int]) -> int:
-    """Return how many values there are; of packed ones, how many bytes."""
-    row = DTYPES[dtype]
-    return n_elements(row, shape) // row.elements_per_value
+        return n_values(DTYPES[self.dtype], self.shape)
 
 
 @dataclass
@@ -203,7 +197,7 @@ class _Discoverer:
                 start = self.n_of.get(dtype, 0)
                 framework: Literal["numpy", "torch"] = "numpy" if isinstance(tensor, np.ndarray) else "torch"
                 self.sources.append(_Source(rank, name, dtype, shape, framework, start))
-                self.n_of[dtype] = start + _n_values(dtype, shape)
+                self.n_of[dtype] = start + n_values(DTYPES[dtype], shape)
         self.outputs: dict[str, _Output] = {}
         self.reasons: Mapping[str, tuple[list[str], NDArray[np.int64]]] = {}
 
@@ -288,7 +282,7 @@ class _Discoverer:
             }
             for name, dtype, shape, bits in self._exported(values):
                 if run == 0:
-                    n = 0 if DTYPES[dtype].packed else _n_values(dtype, shape)
+                    n = 0 if DTYPES[dtype].packed else n_values(DTYPES[dtype], shape)
                     outputs[name] = _Output(dtype, shape, np.full(n, -1))
                 output = outputs.get(name)
                 self._require_same(output, name, dtype, shape)

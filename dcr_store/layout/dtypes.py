@@ -149,6 +149,11 @@ def n_elements(dtype: DType, shape: Sequence[int]) -> int:
     return n
 
 
+def n_values(dtype: DType, shape: Sequence[int]) -> int:
+    """Return the number of values of a tensor, as ``n_elements`` does; of packed ones, how many bytes they take."""
+    return n_elements(dtype, shape) // dtype.elements_per_value
+
+
 def _refused(dtype: DType, shape: Sequence[int], expected: str, found: str) -> InvalidInputError:
     return InvalidInputError(
         f"a tensor of dtype {dtype.name} and shape {shown(list(shape))} cannot be stored",

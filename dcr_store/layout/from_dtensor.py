@@ -48,10 +48,10 @@ def map_of_dtensor(name: str, tensor: torch.Tensor, made_by: Maker | None = None
     -----
     Calls no collective. The local values count in C order, whatever their memory looks like.
     """
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         dtype, shape = describe(name, tensor)
         return whole(name, dtype, shape)
-    dtype, local_shape = describe(name, _local(tensor))
+    dtype, local_shape = describe(name, local_tensor(tensor))
     shape = tuple(int(size) for size in tensor.shape)
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     placed, coordinate = _placements(name, tensor), _coordinate(mesh)
@@ -102,8 +102,8 @@ def replicas_of_dtensor(name: str, tensor: torch.Tensor, mesh: DeviceMesh | None
             expected="a DTensor, or a mesh, with this rank in it",
             found=f"{type(tensor).__name__}, {around}",
         )
-    placed = _placements(name, tensor) if _is_dtensor(tensor) else []
-    if mesh is not None and _is_dtensor(tensor):
+    placed = _placements(name, tensor) if is_dtensor(tensor) else []
+    if mesh is not None and is_dtensor(tensor):
         placed = _spread(name, tensor, placed, mesh)
     elif mesh is not None:
         placed = [None] * len(coordinate)
@@ -127,14 +127,16 @@ def _spread(name: str, tensor: Any, placed: list[Placement], mesh: Any) -> list[
     return [found.get(dim) for dim in names]
 
 
-def _is_dtensor(tensor: object) -> bool:
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor says how it is placed on a mesh."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
-def _local(tensor: Any) -> Any:
+def local_tensor(tensor: Any) -> Any:
+    """Return this rank's part of a DTensor; in its memory, and no operation of autograd."""
     import torch
 
-    with torch.no_grad():  # else the local tensor is an operation of autograd
+    with torch.no_grad():
         return tensor.to_local()
 
 

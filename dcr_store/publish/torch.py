@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from dcr_store.errors import DcrError, FencedError, InvalidInputError, LagError
 from dcr_store.layout.affine_map import AffineMap
 from dcr_store.layout.dtypes import dtype as dtype_row
-from dcr_store.layout.from_dtensor import _is_dtensor, _local, map_of_dtensor, replicas_of_dtensor
+from dcr_store.layout.from_dtensor import is_dtensor, local_tensor, map_of_dtensor, replicas_of_dtensor
 from dcr_store.layout.layout import Layout
 from dcr_store.layout.placements import Maker
 from dcr_store.layout.tensors import memory_key, name_of_torch_dtype
@@ -250,7 +250,7 @@ class _Item:
 
     def local(self) -> Any:
         """Return this rank's values."""
-        local = _local(self.tensor) if _is_dtensor(self.tensor) else self.tensor.detach()
+        local = local_tensor(self.tensor) if is_dtensor(self.tensor) else self.tensor.detach()
         return local if self.dtype is None else local.to(self.dtype)
 
 
@@ -402,10 +402,10 @@ def _item(
     cast = dtype if dtype is not None and tensor.dtype.is_floating_point and tensor.dtype != dtype else None
     if cast is not None:
         mapped = replace(mapped, dtype=name_of_torch_dtype(name, cast))
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return _Item(name, tensor, mapped, ranks, memory_key(tensor), cast)
     held = replicas_of_dtensor(name, tensor, None if mesh == tensor.device_mesh else mesh)
-    memory = memory_key(_local(tensor))
+    memory = memory_key(local_tensor(tensor))
     tie = None if memory is None else (memory, tuple(tensor.shape), str(tensor.placements), id(tensor.device_mesh))
     return _Item(name, tensor, mapped, held.ranks, tie, cast)
 
@@ -426,7 +426,7 @@ def _mesh_around(held: Mapping[str, tuple[Any, Maker | None]]) -> Any:
     """Return the mesh that the tensors' meshes are parts of."""
     found: dict[str, Any] = {}
     for name, (tensor, _) in held.items():
-        if _is_dtensor(tensor):
+        if is_dtensor(tensor):
             found.setdefault(name, _root_of(tensor.device_mesh))
     meshes: list[tuple[str, Any]] = []
     for name, root in found.items():
