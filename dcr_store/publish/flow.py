@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Final
 
 from dcr_store.errors import InvalidInputError, LagError
 from dcr_store.format.names import check_group, version_name
 from dcr_store.log.acks import AckReader
 from dcr_store.log.group_progress import Progress, read_progress
+from dcr_store.publish.waiting import tries
 from dcr_store.versions.catalog import Catalog
-
-_FIRST_DELAY_S: Final = 0.05
-_LONGEST_DELAY_S: Final = 0.5
 
 
 class Flow:
@@ -97,21 +94,17 @@ class Flow:
             If that takes longer than `timeout_s`; names the groups, and what each waits for.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        delay_s = _FIRST_DELAY_S
-        while True:
+        behind: list[Progress] = []
+        for _ in tries(deadline):
             behind = [progress for progress in self._progress() if not progress.has_promoted(number)]
             if not behind:
                 return
-            left_s = delay_s if deadline is None else deadline - time.monotonic()
-            if left_s <= 0:
-                raise LagError(
-                    f"{version_name(self.line, number)} is committed, but not promoted everywhere after {timeout_s:g} s"
-                    f": {_told(behind, number)}",
-                    key=version_name(self.line, number),
-                    advice="commit again to go on waiting",
-                )
-            time.sleep(min(delay_s, left_s))
-            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+        raise LagError(
+            f"{version_name(self.line, number)} is committed, but not promoted everywhere after {timeout_s:g} s"
+            f": {_told(behind, number)}",
+            key=version_name(self.line, number),
+            advice="commit again to go on waiting",
+        )
 
     def _progress(self) -> list[Progress]:
         return [read_progress(log, acks) for log, acks in self._groups]
