@@ -48,7 +48,7 @@ from dcr_store.codec.chunk import compare
 from dcr_store.codec.digest import crc64
 from dcr_store.codec.portable import get_codec
 from dcr_store.layout.tensors import to_array
-from dcr_store.publish.state import encode_delta
+from dcr_store.publish.chunk_encoding import encode_delta
 from dcr_store.targets.checkpoint import open_checkpoint
 from dcr_store.targets.safetensors_file import make_header
 from dcr_store.versions.workers import scratch, worker_pool

@@ -19,9 +19,9 @@ from dcr_store.format.documents import ObjectRef, Partition
 from dcr_store.format.names import TransactionKeys
 from dcr_store.payload import shard
 from dcr_store.payload.version import SealedPartition, VersionContents, fetch_all
+from dcr_store.publish.chunk_encoding import encode_anchor
 from dcr_store.publish.journaled import Durable
 from dcr_store.publish.opening import WRITER
-from dcr_store.publish.state import encode_anchor
 from dcr_store.versions.changes import decode_chunk
 from dcr_store.versions.chunks import chunks_at
 from dcr_store.versions.edges import Edge

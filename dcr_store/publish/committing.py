@@ -13,12 +13,14 @@ from typing import Final
 import numpy as np
 
 from dcr_store import events
+from dcr_store.codec.digest import zeros_digest
 from dcr_store.errors import FencedError, IntegrityError
 from dcr_store.format.documents import SPACES, Base, CheckpointFile, Counts, Digests, Manifest, ObjectRef, SealRef
 from dcr_store.format.fields import now
 from dcr_store.format.names import TransactionKeys, layout_key
 from dcr_store.format.records import Commit
 from dcr_store.format.rows import VersionRow
+from dcr_store.layout.dtypes import width
 from dcr_store.layout.layout import Layout
 from dcr_store.log.fold import LineState
 from dcr_store.log.line import LineLog, next_fields
@@ -27,7 +29,6 @@ from dcr_store.payload import arrays
 from dcr_store.payload.contributions import Rows
 from dcr_store.payload.version import Table, root_of
 from dcr_store.ports import ObjectStore
-from dcr_store.publish.state import new_tables
 
 _MOST_TOLD: Final = 8
 
@@ -129,6 +130,50 @@ def propose(
     data = manifest.to_bytes()
     ref = ObjectRef.of(keys.manifest(attempt), data)
     return Proposal(manifest, ref, (*objects, (ref.key, data)))
+
+
+def new_tables(
+    lengths: dict[str, int],
+    base: dict[str, Table] | None,
+    rows: dict[str, Rows],
+    chunk_elements: int,
+    told: Callable[[str, int], str] = "chunk {1} of {0}".format,
+) -> dict[str, Table]:
+    """Return the digest tables after a transaction.
+
+    Parameters
+    ----------
+    lengths : dict of str to int
+        Elements of each space.
+    base : dict of str to ndarray of uint64, or None
+        Tables of the base; None for an anchor: all zeros.
+    rows : dict of str to ndarray of uint64, shape (n, 4)
+        Contributions of all writers.
+    told : callable
+        Says of a space and a chunk what is there, and who wrote it.
+
+    Raises
+    ------
+    IntegrityError
+        If the base bits that the writers saw are not those of the base: a baseline drifted.
+    """
+    tables: dict[str, Table] = {}
+    for space in SPACES:
+        zero = np.uint64(zeros_digest(chunk_elements * width(space)))
+        n_chunks = -(-lengths[space] // chunk_elements)
+        table = np.full(n_chunks, zero, np.uint64) if base is None else base[space].copy()
+        chunks = rows[space][:, 0].astype(np.int64)
+        drifted = (table[chunks] ^ zero) != rows[space][:, 3]
+        if drifted.any():
+            raise IntegrityError(
+                f"the baseline is not the base in {told(space, int(chunks[drifted][0]))}; abort and publish again; "
+                "if that does not help, delete the baseline directory, if there is one: it is rebuilt from the store",
+                expected=f"{int(table[chunks[drifted][0]]):016x}",
+                found=f"{int(rows[space][drifted][0, 3] ^ zero):016x}",
+            )
+        np.bitwise_xor.at(table, chunks, rows[space][:, 1] ^ rows[space][:, 2])
+        tables[space] = table
+    return tables
 
 
 def _told(layout: Layout, sealed: Sequence[Sealed], space: str, chunk: int, chunk_elements: int) -> str:

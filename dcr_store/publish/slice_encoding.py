@@ -19,7 +19,7 @@ from dcr_store.codec.digest import crc64, linear
 from dcr_store.codec.portable import Codec
 from dcr_store.layout.dtypes import Bits
 from dcr_store.layout.pieces import Piece
-from dcr_store.publish.state import unfaithful
+from dcr_store.publish.chunk_encoding import unfaithful
 from dcr_store.versions.workers import scratch
 
 Positions = NDArray[np.uint32]

@@ -24,6 +24,7 @@ from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import Bits, uint_dtype
 from dcr_store.layout.layout import Layout
 from dcr_store.layout.pieces import Piece
+from dcr_store.publish.chunk_encoding import unfaithful
 from dcr_store.publish.encoders import N_TOGETHER, Encoders
 from dcr_store.publish.partitions import PartitionWriter
 from dcr_store.publish.slice_bits import SliceBits
@@ -37,7 +38,6 @@ from dcr_store.publish.slice_encoding import (
     encode_whole,
     take_whole,
 )
-from dcr_store.publish.state import unfaithful
 from dcr_store.versions.workers import scratch
 
 _N_TRIES: Final = 3

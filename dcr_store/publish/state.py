@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr_store.codec.chunk import compare
-from dcr_store.codec.digest import crc64, zeros_digest
-from dcr_store.codec.portable import Codec, get_codec
+from dcr_store.codec.digest import zeros_digest
+from dcr_store.codec.portable import get_codec
 from dcr_store.errors import IntegrityError
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import Bits, uint_dtype, width
 from dcr_store.layout.layout import Layout, TensorEntry
-from dcr_store.payload.version import Table
+from dcr_store.publish.chunk_encoding import EncodedChunk, encode_anchor, encode_delta
 from dcr_store.publish.chunks import ChunkAssembler, ReadInto
 from dcr_store.publish.encoders import N_TOGETHER, Encoders
 from dcr_store.publish.partitions import PartitionWriter
@@ -52,86 +50,6 @@ class Staging(Protocol):
 
     def staged(self, space: str, chunk: int, out: Bits) -> None:
         """Copy a chunk that was kept to `out`."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedChunk:
-    """A chunk after comparison.
-
-    Attributes
-    ----------
-    data : bytes or None
-        The encoded mask, None if nothing changed.
-    base, new : int
-        Digests before and after.
-    """
-
-    space: str
-    chunk: int
-    data: bytes | None
-    n_changed: int
-    base: int
-    new: int
-
-
-def encode_delta(codec: Codec, space: str, chunk: int, base: Bits, base_digest: int, new: Bits) -> EncodedChunk | None:
-    """Compare `new` with `base`, encode the mask, and prove that it leads from the one to the other.
-
-    The encoded mask is applied to `new` and has to give bits of the digest `base_digest`. That proves at once that the
-    chunk decodes to the mask, and that the bits it was compared with, whatever else happens to them, were the base's.
-
-    Parameters
-    ----------
-    base : ndarray of uintN, shape (n,)
-        Read only; need not hold still.
-    base_digest : int
-        What the digest of `base` ought to be.
-    new : ndarray of uintN, shape (n,)
-        Nobody else's; holds the base's bits afterwards.
-
-    Returns
-    -------
-    EncodedChunk or None
-        None if `base` was not what it ought to be; `new` is as it was then.
-
-    Raises
-    ------
-    IntegrityError
-        If the encoded chunk does not decode to the mask.
-    """
-    positions, values, digest = compare(base, new)
-    if len(positions) == 0:
-        return EncodedChunk(space, chunk, None, 0, digest, digest) if digest == base_digest else None
-    data = codec.encode_sparse(positions, values, len(new))
-    codec.apply(data, new)
-    if crc64(new) == base_digest:
-        return EncodedChunk(space, chunk, data, len(positions), base_digest, digest)
-    codec.apply(data, new)
-    decoded, decoded_values = codec.decode_sparse(data, new.dtype, len(new))
-    if not (np.array_equal(positions, decoded) and np.array_equal(values, decoded_values)) or crc64(new) != digest:
-        raise unfaithful(space, chunk)
-    return None
-
-
-def encode_anchor(codec: Codec, space: str, chunk: int, new: Bits) -> EncodedChunk:
-    """Encode `new` whole, as a delta from zero, and prove that it decodes to itself."""
-    zero = zeros_digest(new.nbytes)
-    if not new.any():
-        return EncodedChunk(space, chunk, None, 0, zero, zero)
-    data = codec.encode(new)
-    if not np.array_equal(codec.decode(data, new.dtype, len(new)), new):
-        raise unfaithful(space, chunk)
-    return EncodedChunk(space, chunk, data, 0, zero, crc64(new))
-
-
-def unfaithful(space: str, chunk: int) -> IntegrityError:
-    """Return the error of a chunk whose encoding does not decode to it."""
-    return IntegrityError(
-        f"chunk {chunk} of {space} does not decode to what was encoded; nothing was published: check the memory of "
-        "this machine",
-        expected="the mask",
-        found="other bits",
-    )
 
 
 class StateWriter:
@@ -303,47 +221,3 @@ class AnchorWriter(StateWriter):
 
     def _complete(self, space: str, chunk: int, out: Bits) -> None:
         self._staging.staged(space, chunk, out)
-
-
-def new_tables(
-    lengths: dict[str, int],
-    base: dict[str, Table] | None,
-    rows: dict[str, NDArray[np.uint64]],
-    chunk_elements: int,
-    told: Callable[[str, int], str] = "chunk {1} of {0}".format,
-) -> dict[str, Table]:
-    """Return the digest tables after a transaction.
-
-    Parameters
-    ----------
-    lengths : dict of str to int
-        Elements of each space.
-    base : dict of str to ndarray of uint64, or None
-        Tables of the base; None for an anchor: all zeros.
-    rows : dict of str to ndarray of uint64, shape (n, 4)
-        Contributions of all writers.
-    told : callable
-        Says of a space and a chunk what is there, and who wrote it.
-
-    Raises
-    ------
-    IntegrityError
-        If the base bits that the writers saw are not those of the base: a baseline drifted.
-    """
-    tables: dict[str, Table] = {}
-    for space in SPACES:
-        zero = np.uint64(zeros_digest(chunk_elements * width(space)))
-        n_chunks = -(-lengths[space] // chunk_elements)
-        table = np.full(n_chunks, zero, np.uint64) if base is None else base[space].copy()
-        chunks = rows[space][:, 0].astype(np.int64)
-        drifted = (table[chunks] ^ zero) != rows[space][:, 3]
-        if drifted.any():
-            raise IntegrityError(
-                f"the baseline is not the base in {told(space, int(chunks[drifted][0]))}; abort and publish again; "
-                "if that does not help, delete the baseline directory, if there is one: it is rebuilt from the store",
-                expected=f"{int(table[chunks[drifted][0]]):016x}",
-                found=f"{int(rows[space][drifted][0, 3] ^ zero):016x}",
-            )
-        np.bitwise_xor.at(table, chunks, rows[space][:, 1] ^ rows[space][:, 2])
-        tables[space] = table
-    return tables

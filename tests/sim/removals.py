@@ -122,7 +122,7 @@ def adopted_by_content() -> contextlib.AbstractContextManager[None]:
 
 def base_digests() -> contextlib.AbstractContextManager[None]:
     """A writer trusts its baseline: nobody compares the bits that it compared with, with the base."""
-    encode, tables = state.encode_delta, state.new_tables
+    encode, tables = state.encode_delta, committing.new_tables
 
     def encode_delta(codec: Any, space: str, chunk: int, base: Any, base_digest: int, new: Any) -> Any:
         found = crc64(base)
@@ -282,7 +282,7 @@ def digests_of_ones() -> contextlib.AbstractContextManager[None]:
 
 def base_identity() -> contextlib.AbstractContextManager[None]:
     """Nobody compares what writers say of the base with the base's digests."""
-    tables = state.new_tables
+    tables = committing.new_tables
 
     def new_tables(lengths: Any, base: Any, rows: Any, chunk_elements: int, *more: Any) -> Any:
         rows = {space: table.copy() for space, table in rows.items()}

@@ -12,7 +12,8 @@ from dcr_store.codec.portable import Codec, get_codec
 from dcr_store.errors import IntegrityError
 from dcr_store.format.documents import SPACES
 from dcr_store.layout.dtypes import uint_dtype
-from dcr_store.publish.state import encode_anchor, encode_delta, new_tables
+from dcr_store.publish.chunk_encoding import encode_anchor, encode_delta
+from dcr_store.publish.committing import new_tables
 
 SIZE = 64
 

@@ -29,7 +29,8 @@ from dcr_store.errors import (
     StorageError,
 )
 from dcr_store.format.records import Abort, Begin, Resume
-from dcr_store.publish.state import DeltaWriter, encode_anchor, encode_delta
+from dcr_store.publish.chunk_encoding import encode_anchor, encode_delta
+from dcr_store.publish.state import DeltaWriter
 from dcr_store.publish.transaction import Transaction
 from dcr_store.store import Store
 
