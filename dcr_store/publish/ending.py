@@ -31,6 +31,7 @@ class Ending:
 
     line: str
     txid: str
+    attempt: int
     version: str
     _log: LineLog
     _proposed: object | None
@@ -45,9 +46,25 @@ class Ending:
     def _is_undecided(self) -> bool:
         return self._state == "open"
 
+    def _require_ours(self, state: LineState) -> None:
+        """Raise ``FencedError`` unless the transaction is open, and its attempt is this one."""
+        pending = state.open
+        if pending is None or (pending.txid, pending.attempt) != (self.txid, self.attempt):
+            raise FencedError(
+                f"the transaction for {self.version} was taken over or aborted; nothing was committed{self._why()}; "
+                "look at the log, then begin again",
+                key=self.txid,
+                expected=f"attempt {self.attempt} open",
+                found="no open transaction" if pending is None else f"{pending.txid} attempt {pending.attempt}",
+            )
+
+    def _why(self) -> str:
+        """Return what the log says of the transaction's end, for an error that is raised anyway."""
+        return ""
+
     def _require_abortable(self, state: LineState) -> None:
         """Raise ``FencedError`` where it is not this one's to abort."""
-        raise NotImplementedError
+        self._require_ours(state)
 
     def _commit_at_exit(self) -> None:
         raise NotImplementedError

@@ -85,7 +85,7 @@ class SliceTransaction(Ending):
         self._used: dict[str, SliceBits] = {}
         self._committed: VersionInfo | None = None
         self._has_advanced = False
-        self._proposed: tuple[int, list[Sealed], Proposal] | None = None
+        self._proposed: tuple[list[Sealed], Proposal] | None = None
         self._rows: Mapping[str, Rows] = {}
         self._ownership: tuple[bytes, ObjectRef] | None = None
         if is_committer:
@@ -287,8 +287,8 @@ class SliceTransaction(Ending):
                 sealed = self._await_seals(deadline, timeout_s)
                 base, files = self._of_base() if reading is None else reading.result()
             proposal = propose(self._keys, self.attempt, self.layout, base, sealed, files, self._chunk_elements)
-            self._proposed = self.attempt, sealed, proposal
-        _, sealed, proposal = self._proposed
+            self._proposed = sealed, proposal
+        sealed, proposal = self._proposed
         with missing_if_ended(self._log, self._require_ours):
             store_proposal(self._catalog.objects, self._keys, sealed, proposal)
         return append_commit(self._log, proposal, self._require_ours)
@@ -412,17 +412,6 @@ class SliceTransaction(Ending):
         events.reached("publish.baseline.advanced", self.version)
 
     # ------------------------------------------------------------------ ending
-
-    def _require_ours(self, state: LineState) -> None:
-        pending = state.open
-        if pending is None or (pending.txid, pending.attempt) != (self.txid, self.attempt):
-            raise FencedError(
-                f"the transaction for {self.version} was taken over or aborted; nothing was committed{self._why()}; "
-                "look at the log, then begin again",
-                key=self.txid,
-                expected=f"attempt {self.attempt} open",
-                found="no open transaction" if pending is None else f"{pending.txid} attempt {pending.attempt}",
-            )
 
     def abort(self, reason: str = "aborted by a writer") -> None:
         """End the transaction without a version, for all writers. Does nothing if it has ended already."""

@@ -24,7 +24,7 @@ from dcr_store.layout.dtypes import Bits, shown, uint_dtype
 from dcr_store.layout.entry import name_problem
 from dcr_store.layout.layout import Layout, LayoutBuilder, TensorEntry
 from dcr_store.layout.tensors import as_bits, memory_key
-from dcr_store.log.fold import LineState, OpenTransaction
+from dcr_store.log.fold import OpenTransaction
 from dcr_store.log.line import LineLog
 from dcr_store.publish.baseline import Baseline
 from dcr_store.publish.chunks import ReadInto
@@ -355,6 +355,7 @@ class Transaction(Ending):
                 store_proposal(self._catalog.objects, self._keys, [sealed], proposal)
             row = append_commit(self._log, proposal, self._require_ours)
         except FencedError:
+            self._state = "fenced"
             self._close()
             raise
         self._state = "committed"
@@ -383,24 +384,9 @@ class Transaction(Ending):
         chunk_elements = self._catalog.document.chunk_elements
         return sealed, propose(self._keys, self.attempt, layout, base, [sealed], self._files, chunk_elements)
 
-    def _require_ours(self, state: LineState) -> None:
-        pending = state.open
-        if pending is None or (pending.txid, pending.attempt) != (self.txid, self.attempt):
-            self._state = "fenced"
-            raise FencedError(
-                f"the transaction for {self.version} was taken over or aborted by another publisher; nothing was "
-                "committed: look at the log, then begin again",
-                key=self.txid,
-                expected=f"attempt {self.attempt} open",
-                found="no open transaction" if pending is None else f"{pending.txid} attempt {pending.attempt}",
-            )
-
     def abort(self, reason: str = "aborted by its publisher") -> None:
         """End the transaction without a version. Does nothing if it has ended already."""
         self._abort(reason)
-
-    def _require_abortable(self, state: LineState) -> None:
-        self._require_ours(state)
 
     def _commit_at_exit(self) -> None:
         self.commit()
