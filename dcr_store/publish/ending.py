@@ -34,13 +34,17 @@ class Ending:
     attempt: int
     version: str
     _log: LineLog
-    _proposed: object | None
 
     def __init__(self) -> None:
         self._state = "open"
         self._pid = os.getpid()
         self._spoiled: str | None = None  # why what was written is not whole
         self._closed = False
+
+    @property
+    def _has_proposed(self) -> bool:
+        """Whether a commit was tried: its record may be there."""
+        raise NotImplementedError
 
     @property
     def _is_undecided(self) -> bool:
@@ -116,7 +120,7 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, OutcomeUnknownError) and self._proposed is not None:
+        if isinstance(error, OutcomeUnknownError) and self._has_proposed:
             self._close()
         elif error is not None:
             self._give_up(error)

@@ -22,7 +22,7 @@ from dcr_store.errors import (
     InvalidInputError,
     LagError,
 )
-from dcr_store.format.documents import Base, CheckpointFile, ObjectRef
+from dcr_store.format.documents import ObjectRef
 from dcr_store.format.names import TransactionKeys, new_incarnation, version_name
 from dcr_store.format.rows import VersionRow
 from dcr_store.layout.affine_map import AffineMap
@@ -31,14 +31,13 @@ from dcr_store.layout.layout import Layout
 from dcr_store.layout.pieces import Piece
 from dcr_store.log.fold import LineState, OpenTransaction
 from dcr_store.log.line import LineLog
-from dcr_store.objects.threads import Threads
 from dcr_store.payload.contributions import Rows
-from dcr_store.payload.version import Table, read_manifest
-from dcr_store.publish.committing import Proposal, Sealed, append_commit, missing_if_ended, propose, store_proposal
+from dcr_store.payload.version import read_manifest
 from dcr_store.publish.ending import Ending
+from dcr_store.publish.joint_commit import JointCommit
 from dcr_store.publish.journaled import read_earlier
 from dcr_store.publish.opening import LIVE
-from dcr_store.publish.ownership import Ownership, check_ownership, ones_of, owned_box
+from dcr_store.publish.ownership import Ownership, ones_of, owned_box
 from dcr_store.publish.partitions import PartitionWriter
 from dcr_store.publish.seals import SealWatch, read_seal, same_bits
 from dcr_store.publish.slice_baseline import SliceBaseline
@@ -49,7 +48,6 @@ from dcr_store.publish.waiting import tries
 from dcr_store.publish.written import Written, cut_slice, of_fragment, of_slice
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.info import VersionInfo, info_of
-from dcr_store.versions.moving import while_kept
 
 Slices = Sequence[AffineMap] | Callable[[Layout], Sequence[AffineMap]]
 """What a writer is going to write: maps, or what makes them for the layout of the transaction."""
@@ -85,7 +83,6 @@ class SliceTransaction(Ending):
         self._used: dict[str, SliceBits] = {}
         self._committed: VersionInfo | None = None
         self._has_advanced = False
-        self._proposed: tuple[list[Sealed], Proposal] | None = None
         self._rows: Mapping[str, Rows] = {}
         self._ownership: tuple[bytes, ObjectRef] | None = None
         if is_committer:
@@ -102,6 +99,11 @@ class SliceTransaction(Ending):
         head = None if pending.base is None else log.row(pending.version - 1)
         is_delta = head is not None and head.layout == pending.layout
         self._base = Located(log.line, head) if head is not None and is_delta else None
+        self._joint_commit: JointCommit | None = None
+        if is_committer:
+            self._joint_commit = JointCommit(
+                catalog, log, self._keys, pending, self.layout, self._base, baseline, self._require_ours
+            )
         baseline.bring_to(self._base)
         announced = slices(self.layout) if callable(slices) else slices
         self._announced: dict[str, Sequence[Piece]] = {}
@@ -260,7 +262,7 @@ class SliceTransaction(Ending):
             raise InvalidInputError(f"the transaction for {self.version} is {self._state}", key=self.txid)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            decide = self._commit_all if self.is_committer else self._await_outcome
+            decide = self._await_outcome if self._joint_commit is None else self._joint_commit.commit
             located = Located(self.line, decide(deadline, timeout_s))
         except FencedError:
             self._state = "fenced"
@@ -278,61 +280,6 @@ class SliceTransaction(Ending):
         self._state, self._committed = "committed", found
         self._close()
         return found
-
-    def _commit_all(self, deadline: float | None, timeout_s: float | None) -> VersionRow:
-        if self._proposed is None:
-            with Threads(1) as pool:
-                # Each is a chain of requests, and neither needs the other.
-                reading = None if self._catalog.objects.is_local else pool.submit(self._of_base)
-                sealed = self._await_seals(deadline, timeout_s)
-                base, files = self._of_base() if reading is None else reading.result()
-            proposal = propose(self._keys, self.attempt, self.layout, base, sealed, files, self._chunk_elements)
-            self._proposed = sealed, proposal
-        sealed, proposal = self._proposed
-        with missing_if_ended(self._log, self._require_ours):
-            store_proposal(self._catalog.objects, self._keys, sealed, proposal)
-        return append_commit(self._log, proposal, self._require_ours)
-
-    def _await_seals(self, deadline: float | None, timeout_s: float | None) -> list[Sealed]:
-        """Return what all writers have sealed, once they have."""
-        watch = SealWatch(self._catalog.objects, self._keys, self._pending.writers)
-        events.reached("publish.seals.awaited", self.version)
-        for _ in tries(deadline):
-            watch.look()
-            if not watch.missing(self.attempt):
-                break
-            self._require_ours(self._log.refresh())
-        missing = watch.missing(self.attempt)
-        if missing:
-            raise LagError(
-                f"{len(missing)} of {len(watch.writers)} writers have not sealed {self.version} after "
-                f"{timeout_s:g} s: {', '.join(missing[:8])}",
-                key=self.txid,
-                advice="commit again to go on waiting, or abort",
-            )
-        events.reached("publish.seals.found", self.version)
-        with missing_if_ended(self._log, self._require_ours):
-            found = watch.sealed(self.attempt)
-            self._check_ownership(watch, found)
-        return [item for item, _ in found]
-
-    def _check_ownership(self, watch: SealWatch, found: Sequence[tuple[Sealed, ObjectRef]]) -> None:
-        """Check who owns what, unless the same documents of the same writers were found right before.
-
-        Then they are not even read: those of thousands of writers took longer than all else in a commit.
-        """
-        proof = tuple(f"{item.seal.writer} {ref.sha256}" for item, ref in found)
-        if self._baseline.proven != (self.layout.sha256, proof):
-            check_ownership(self.layout, watch.ownership(found), self._chunk_elements)
-            self._baseline.proven = self.layout.sha256, proof
-
-    def _of_base(self) -> tuple[tuple[Base, Mapping[str, Table]] | None, Sequence[CheckpointFile]]:
-        """Return what a proposal takes of the base, and its files: headers and side files go on with the layout."""
-        base = self._base
-        if base is None:
-            return None, ()
-        contents = while_kept(self._catalog, [base], lambda: self._catalog.contents(base))
-        return (base.base, contents.tables), contents.manifest.files
 
     def _await_outcome(self, deadline: float | None, timeout_s: float | None) -> VersionRow:
         events.reached("publish.outcome.awaited", self.version)
@@ -376,7 +323,7 @@ class SliceTransaction(Ending):
 
     def _require_counted(self, located: Located) -> None:
         """Refuse a version that has, of this writer, other bits: those of a process that used its name as well."""
-        proposal = None if self._proposed is None else self._proposed[2]
+        proposal = None if self._joint_commit is None else self._joint_commit.proposal
         if proposal is not None and proposal.ref == located.row.manifest:
             manifest = proposal.manifest
         else:
@@ -416,6 +363,10 @@ class SliceTransaction(Ending):
     def abort(self, reason: str = "aborted by a writer") -> None:
         """End the transaction without a version, for all writers. Does nothing if it has ended already."""
         self._abort(reason)
+
+    @property
+    def _has_proposed(self) -> bool:
+        return self._joint_commit is not None and self._joint_commit.proposal is not None
 
     @property
     def _is_undecided(self) -> bool:

@@ -388,6 +388,10 @@ class Transaction(Ending):
         """End the transaction without a version. Does nothing if it has ended already."""
         self._abort(reason)
 
+    @property
+    def _has_proposed(self) -> bool:
+        return self._proposed is not None
+
     def _commit_at_exit(self) -> None:
         self.commit()
 
@@ -405,7 +409,7 @@ class Transaction(Ending):
 
     def _require_unsealed(self) -> None:
         self._require_open()
-        if self._proposed is not None:
+        if self._has_proposed:
             raise InvalidInputError(
                 f"nothing can be added to {self.version}, whose commit was tried already; call commit again, or abort",
                 key=self.txid,

@@ -29,6 +29,7 @@ from dcr_store.objects.retry import Backoff, TransientError
 from dcr_store.publish import (
     committing,
     joint,
+    joint_commit,
     journaled,
     ownership,
     partitions,
@@ -272,7 +273,7 @@ def disjoint_boxes() -> contextlib.AbstractContextManager[None]:
     def check(layout: Any, found: Any, chunk_elements: int) -> None:
         ownership._check_ones(layout, found, chunk_elements)
 
-    return patched((joint, "check_ownership", check))
+    return patched((joint_commit, "check_ownership", check))
 
 
 def digests_of_ones() -> contextlib.AbstractContextManager[None]:

@@ -993,10 +993,10 @@ def test_ownership_that_no_version_names_is_not_named_again(tmp_path: Any) -> No
 
 def test_who_owns_what_is_proven_again_only_where_it_changes(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = pair
-    joint = dcr_store.publish.joint
+    committing = dcr_store.publish.joint_commit
     proven: list[int] = []
-    real = joint.check_ownership
-    monkeypatch.setattr(joint, "check_ownership", lambda *given: (proven.append(1), real(*given)))
+    real = committing.check_ownership
+    monkeypatch.setattr(committing, "check_ownership", lambda *given: (proven.append(1), real(*given)))
     state = random_state(0)
     read: list[str] = []
     ownership = SealWatch.ownership
