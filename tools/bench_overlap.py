@@ -49,6 +49,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from servers import SeaweedS3
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from numpy.typing import NDArray
 
 COLUMNS = 4096
@@ -61,58 +63,66 @@ def read_state(file: str, n_rows: int, first: int = 0) -> NDArray[Any]:
     return bits.view(ml_dtypes.bfloat16).reshape(n_rows, COLUMNS)
 
 
-def be_rank(options: dict[str, Any], store: dcr_store.Store, order: dict[str, Any]) -> dict[str, Any]:
-    """Publish the rank's rows of a state."""
+def be_rank(options: dict[str, Any], orders: Iterator[dict[str, Any]], say: Callable[..., None]) -> None:
+    """Publish the rank's rows of a state for each order."""
     rank, names, shape = options["rank"], [f"r{index}" for index in range(options["ranks"])], tuple(options["shape"])
     mapped = slices.column_parallel("w", "BF16", shape, rank, len(names))
-    local = read_state(order["file"], mapped.shape[0], rank * mapped.shape[0])
-    print(json.dumps({"ready": True}), file=options["out"], flush=True)
-    sys.stdin.readline()
-    start_s = time.time()
-    if rank == 0:
-        transaction = store.begin(writers=names, tensors={"w": ("BF16", shape)}, slices=[mapped])
-    else:
-        transaction = store.join(writer=names[rank], slices=[mapped])
-    transaction.write_slice(local, mapped)
-    transaction.seal()
-    sealed_s = time.time()
-    transaction.commit(timeout_s=600)
-    return {"start": start_s, "sealed": sealed_s, "end": time.time(), "txid": transaction.txid}
+    store, url = None, ""
+    for order in orders:
+        if store is None or url != order["url"]:
+            if store is not None:
+                store.close()  # and drop its baseline
+            url = order["url"]
+            store = dcr_store.open(url, storage_options=order["storage_options"])
+        local = read_state(order["file"], mapped.shape[0], rank * mapped.shape[0])
+        say(ready=True)
+        next(orders)
+        start_s = time.time()
+        if rank == 0:
+            transaction = store.begin(writers=names, tensors={"w": ("BF16", shape)}, slices=[mapped])
+        else:
+            transaction = store.join(writer=names[rank], slices=[mapped])
+        transaction.write_slice(local, mapped)
+        transaction.seal()
+        sealed_s = time.time()
+        transaction.commit(timeout_s=600)
+        say(start=start_s, sealed=sealed_s, end=time.time(), txid=transaction.txid)
+
+
+def be_receiver(options: dict[str, Any], orders: Iterator[dict[str, Any]], say: Callable[..., None]) -> None:
+    """Follow to the version that each order names; the file of the first one is what is there before."""
+    fetched_s = 0.0
+
+    def listen(event: events.Event) -> None:
+        nonlocal fetched_s
+        if event.name == "transfer.fetched":
+            fetched_s = time.time()
+
+    receiver, target = None, {}
+    for order in orders:
+        if receiver is None:
+            store = dcr_store.open(order["url"], storage_options=order["storage_options"])
+            target = {"w": read_state(order["file"], options["shape"][0])}
+            receiver = store.receiver(target, spool=options["spool"])
+        say(ready=True)
+        with events.listening(listen):
+            receiver.follow(until=order["version"])
+        say(fetched=fetched_s, digest=crc64(target["w"].view(np.uint16)))
+    if receiver is not None:
+        receiver.close()
 
 
 def child(options: dict[str, Any]) -> None:
     """Take orders until there are no more."""
     if options.get("cores"):
         os.sched_setaffinity(0, options["cores"])
-    options["out"] = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    store, url = None, ""
-    receiver, fetched, target = None, [0.0], {}
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
 
-    def listen(event: events.Event) -> None:
-        if event.name == "transfer.fetched":
-            fetched[0] = time.time()
+        def say(**what: Any) -> None:
+            print(json.dumps(what), file=out, flush=True)
 
-    for line in sys.stdin:
-        order = json.loads(line)
-        if store is None or url != order["url"]:
-            if store is not None:
-                store.close()  # and drop its baseline
-            url = order["url"]
-            store = dcr_store.open(url, storage_options=order["storage_options"])
-        if "rank" in options:
-            answer = be_rank(options, store, order)
-        else:
-            if receiver is None:
-                target = {"w": read_state(order["file"], options["shape"][0])}
-                receiver = store.receiver(target, spool=options["spool"])
-            print(json.dumps({"ready": True}), file=options["out"], flush=True)
-            with events.listening(listen):
-                receiver.follow(until=order["version"])
-            answer = {"fetched": fetched[0], "end": time.time(), "digest": crc64(target["w"].view(np.uint16))}
-        print(json.dumps(answer), file=options["out"], flush=True)
-    if receiver is not None:
-        receiver.close()
+        (be_rank if "rank" in options else be_receiver)(options, map(json.loads, sys.stdin), say)
 
 
 class Bench:
@@ -146,10 +156,31 @@ class Bench:
             list(pool.map(lambda item: through.put(f"o/{item[0]}", item[1]), enumerate(contents)))
             return time.time() - start_s, sum(map(len, contents))
 
+    def followed(self, ranks: list[LineChild], receivers: list[LineChild], files: list[str], digest: int) -> float:
+        """Return when the last partition of a version had been fetched, as a share of its publish."""
+        shares, url = [], self.server.new_url()
+        dcr_store.create(url, storage_options=self.server.storage_options).close()
+        for number, file in enumerate(files):
+            where = {"url": url, "storage_options": self.options, "file": file}
+            following = receivers if number > 0 or len(files) == 1 else []
+            for receiver in following:
+                receiver.tell(**{**where, "file": files[0]}, version=f"main@{number}")
+            for receiver in following:
+                receiver.answer()
+            time.sleep(1.0)  # they poll by now
+            beside = self.publish(ranks, **where)
+            answers = [receiver.answer() for receiver in following]
+            if answers:
+                fetched_s = max(answer["fetched"] for answer in answers) - beside["start"]
+                shares.append(fetched_s / (beside["end"] - beside["start"]))
+        if any(answer["digest"] != digest for answer in answers):
+            raise SystemExit("a receiver has wrong bits")
+        return median(shares[-N_ROUNDS:])
+
     def measure(self, rate: float, report: Report) -> None:
         """Add the rows of a rate: of one anchor, or the medians of several deltas."""
-        arguments, is_anchor = self.arguments, rate >= 100
-        n_states = 1 if is_anchor else 2 + N_ROUNDS  # an anchor, and a delta that warms up
+        arguments = self.arguments
+        n_states = 1 if rate >= 100 else 2 + N_ROUNDS  # an anchor, and a delta that warms up
         files = [str(self.scratch / f"state-{number}") for number in range(n_states)]
         for file, bits in zip(files, consecutive(arguments.mib * MIB // 2, min(rate, 50) / 100, n_states), strict=True):
             bits.tofile(file)
@@ -157,11 +188,6 @@ class Bench:
         in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with contextlib.ExitStack() as stack:
             near = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcr-bench-", dir=in_memory)))
-            alone, followed = self.server.new_url(), self.server.new_url()
-            for directory in ("warm", "timed"):
-                dcr_store.create(str(near / directory)).close()
-            for url in (alone, followed):
-                dcr_store.create(url, storage_options=self.server.storage_options).close()
             common = {"shape": shape, "ranks": arguments.ranks}
 
             def started(**options: Any) -> LineChild:
@@ -170,30 +196,19 @@ class Bench:
             ranks = [started(rank=rank, cores=self.cores) for rank in range(arguments.ranks)]
             spools = [str(self.scratch / f"spool-{rate:g}-{index}") for index in range(arguments.receivers)]
             receivers = [started(spool=spool) for spool in spools]
+            for directory in ("warm", "timed"):
+                dcr_store.create(str(near / directory)).close()
             self.publish(ranks, url=str(near / "warm"), storage_options=None, file=files[0])
             encoded = [self.publish(ranks, url=str(near / "timed"), storage_options=None, file=file) for file in files]
             upload_s, nbytes = self.upload_s(near / "timed", encoded[-1]["txid"])
             shutil.rmtree(near)
             near.mkdir()
-            published = [self.publish(ranks, url=alone, storage_options=self.options, file=file) for file in files]
-            fetched = []
-            for number, file in enumerate(files):
-                where = {"url": followed, "storage_options": self.options, "file": file}
-                is_followed = number > 0 or is_anchor
-                for receiver in receivers if is_followed else ():
-                    receiver.tell(**{**where, "file": files[0]}, version=f"main@{number}")
-                for receiver in receivers if is_followed else ():
-                    receiver.answer()
-                time.sleep(1.0)  # they poll by now
-                beside = self.publish(ranks, **where)
-                answers = [receiver.answer() for receiver in receivers if is_followed]
-                if answers:
-                    fetched_s = max(answer["fetched"] for answer in answers) - beside["start"]
-                    fetched.append(fetched_s / (beside["end"] - beside["start"]))
-        if any(answer["digest"] != digest for answer in answers):
-            raise SystemExit("a receiver has wrong bits")
+            url = self.server.new_url()
+            dcr_store.create(url, storage_options=self.server.storage_options).close()
+            published = [self.publish(ranks, url=url, storage_options=self.options, file=file) for file in files]
+            last = self.followed(ranks, receivers, files, digest)
         encode_s, publish_s = typical_s(encoded, "end"), typical_s(published, "end")
-        times, last = publish_s / max(encode_s, upload_s), median(fetched[-N_ROUNDS:])
+        times = publish_s / max(encode_s, upload_s)
         cells = (f"{rate:g} %", f"{nbytes / 1e6:.1f}", f"{encode_s:.2f}", f"{upload_s:.2f}", f"{publish_s:.2f}")
         sealed = f"{typical_s(published, 'sealed'):.2f}"
         report.add(*cells, sealed, f"{times:.2f} x", "", target="<= 1.15 x of the longer", met=times <= 1.15)
