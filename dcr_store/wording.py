@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
 # C0 but the newline, DEL, C1, line separators, the marks that reorder what is shown, surrogates.
@@ -40,6 +41,12 @@ def count(n: int) -> str:
 def some(n: int, noun: str) -> str:
     """Return a number with its noun, singular or plural."""
     return f"{count(n)} {noun}" if n == 1 else f"{count(n)} {noun}s"
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """Return a list of names, of which only so many are told: ``a, b and 3 more``."""
+    n_more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {count(n_more)} more" if n_more > 0 else "")
 
 
 def percent(part: int, whole: int) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcr_store.cli.output import escape
 from dcr_store.cli.render import first_line, nbytes, some, table
+from dcr_store.wording import first_of
 
 if TYPE_CHECKING:
     from dcr_store.format.marks import Named
@@ -27,16 +28,12 @@ def expiry(found: Expiry, *, is_dry: bool) -> str:
     lines = [f"{some(len(found.versions), 'version')} of {found.line} {have}"]
     if found.versions:
         stored, folded = ("would store", "would fold") if is_dry else ("stored", "folded")
-        lines[0] += f": {_first_of(found.versions)}"
+        lines[0] += f": {first_of(found.versions, 10)}"
         lines += [f"{stored} whole first: {name}" for name in found.anchors]
         lines += [f"{folded} first: {start} to {goal}" for start, goal in found.folds]
         lines.append(f"gc {'would be able to delete' if is_dry else 'may delete'} {nbytes(found.freed_nbytes)}")
     lines += [escape(f"kept: {name}, {why}") for name, why in found.kept_for.items()]
     return "\n".join(lines)
-
-
-def _first_of(names: Sequence[str], n_shown: int = 10) -> str:
-    return ", ".join(names[:n_shown]) + (f" and {len(names) - n_shown} more" if len(names) > n_shown else "")
 
 
 def collected(found: Collected, *, is_dry: bool) -> str:

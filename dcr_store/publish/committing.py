@@ -29,6 +29,7 @@ from dcr_store.payload import arrays
 from dcr_store.payload.contributions import Rows
 from dcr_store.payload.version import Table, root_of
 from dcr_store.ports import ObjectStore
+from dcr_store.wording import first_of
 
 _MOST_TOLD: Final = 8
 
@@ -180,12 +181,11 @@ def _told(layout: Layout, sealed: Sequence[Sealed], space: str, chunk: int, chun
     """Name the tensors that a chunk holds, and, where there are several, the writers that have a row for it."""
     pieces = layout.pieces(space, chunk * chunk_elements, (chunk + 1) * chunk_elements)
     names = [piece.entry.name for piece in pieces]
-    more = " and more" if len(names) > _MOST_TOLD else ""
-    found = f"{', '.join(names[:_MOST_TOLD])}{more} (chunk {chunk} of {space})"
+    found = f"{first_of(names, _MOST_TOLD)} (chunk {chunk} of {space})"
     if len(sealed) == 1:
         return found
     writers = [item.seal.writer for item in sealed if chunk in item.rows[space][:, 0]]
-    return f"{found}, of {'writer' if len(writers) == 1 else 'one of writers'} {', '.join(writers[:_MOST_TOLD])}"
+    return f"{found}, of {'writer' if len(writers) == 1 else 'one of writers'} {first_of(writers, _MOST_TOLD)}"
 
 
 def merged(rows: Sequence[Mapping[str, Rows]]) -> dict[str, Rows]:

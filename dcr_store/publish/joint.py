@@ -48,6 +48,7 @@ from dcr_store.publish.waiting import tries
 from dcr_store.publish.written import Written, cut_slice, of_fragment, of_slice
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.info import VersionInfo, info_of
+from dcr_store.wording import first_of
 
 Slices = Sequence[AffineMap] | Callable[[Layout], Sequence[AffineMap]]
 """What a writer is going to write: maps, or what makes them for the layout of the transaction."""
@@ -318,7 +319,7 @@ class SliceTransaction(Ending):
         with contextlib.suppress(DcrError):
             watch.look()
             missing = watch.missing(self.attempt)
-            return f"not sealed by {', '.join(missing[:8])}" if missing else "the writer that began it is to commit"
+            return f"not sealed by {first_of(missing, 8)}" if missing else "the writer that began it is to commit"
         return "who has not sealed cannot be read"
 
     def _require_counted(self, located: Located) -> None:

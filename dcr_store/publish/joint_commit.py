@@ -25,6 +25,7 @@ from dcr_store.publish.slice_baseline import SliceBaseline
 from dcr_store.publish.waiting import tries
 from dcr_store.versions.catalog import Catalog, Located
 from dcr_store.versions.moving import while_kept
+from dcr_store.wording import first_of
 
 
 class JointCommit:
@@ -105,7 +106,7 @@ class JointCommit:
         if missing:
             raise LagError(
                 f"{len(missing)} of {len(watch.writers)} writers have not sealed {self._version} after "
-                f"{timeout_s:g} s: {', '.join(missing[:8])}",
+                f"{timeout_s:g} s: {first_of(missing, 8)}",
                 key=self._keys.txid,
                 advice="commit again to go on waiting, or abort",
             )

@@ -24,6 +24,7 @@ from dcr_store.layout.coverage import Part, covered
 from dcr_store.layout.dtypes import Bits, uint_dtype
 from dcr_store.layout.entry import TensorEntry
 from dcr_store.layout.layout import Layout
+from dcr_store.wording import first_of
 
 FORMAT: Final = "dcr-ownership"
 _DIGEST: Final = re.compile(r"[0-9a-f]{16}")
@@ -184,7 +185,7 @@ def check_ownership(layout: Layout, found: Sequence[Ownership], chunk_elements: 
         tensors = list(dict.fromkeys(part.tensor for part in result.missing))
         raise IntegrityError(
             f"{result.n_missing:,} elements were written by nobody, first {result.missing[0]}, of tensors "
-            f"{', '.join(tensors[:5])}{' and more' if len(tensors) > 5 else ''}; abort, and write all of them",
+            f"{first_of(tensors, 5)}; abort, and write all of them",
             key=tensors[0],
         )
     _check_ones(layout, found, chunk_elements)

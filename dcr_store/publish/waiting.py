@@ -13,9 +13,11 @@ from dcr_store.errors import FencedError, LagError
 from dcr_store.log.fold import OpenTransaction
 from dcr_store.log.line import LineLog
 from dcr_store.publish.owner import describe, is_dead
+from dcr_store.wording import first_of
 
 _FIRST_DELAY_S: Final = 0.02
 _LONGEST_DELAY_S: Final = 0.5
+_MOST_TOLD: Final = 8
 
 
 def awaited(
@@ -50,7 +52,7 @@ def awaited(
     raise LagError(
         f"nobody has begun a transaction on {log.line} for writer {writer} in {timeout_s:g} s",
         key=log.line,
-        expected=f"writers {_named(writers)}" if writers else f"writer {writer} among the writers",
+        expected=f"writers {first_of(writers, _MOST_TOLD)}" if writers else f"writer {writer} among the writers",
         found="no open transaction" if pending is None else _told(pending, last),
         advice="join again",
     )
@@ -63,14 +65,10 @@ def _is_for(pending: OpenTransaction, writer: str, writers: tuple[str, ...] | No
 
 def _told(pending: OpenTransaction, last: str | None) -> str:
     """Say whose an open transaction is that cannot be joined."""
-    of = f"one of writers {_named(pending.writers)}" if pending.layout else "one of a sole writer"
+    of = f"one of writers {first_of(pending.writers, _MOST_TOLD)}" if pending.layout else "one of a sole writer"
     state = ", which is gone" if is_dead(pending.owner) else ""
     been = ", which this process has been in" if pending.txid == last else ""
     return f"{of}{been}, begun by {describe(pending.owner)}{state}"
-
-
-def _named(writers: tuple[str, ...]) -> str:
-    return ", ".join(writers[:8]) + (f" and {len(writers) - 8} more" if len(writers) > 8 else "")
 
 
 def tries(deadline: float | None) -> Iterator[None]:

@@ -22,6 +22,7 @@ from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.layout.dtypes import shown
 from dcr_store.targets.own_directories import LOCK, holds_baseline, holds_store
 from dcr_store.targets.paths import check_path
+from dcr_store.wording import first_of
 
 MAX_SIDE_NBYTES: Final = 64 << 20
 SUFFIX: Final = ".safetensors"
@@ -186,7 +187,7 @@ def _no_weights(root: Path, names: list[str]) -> InvalidInputError:
         advice = f"did you mean {' or '.join(str(root / item) for item in nested[:3])}?"
     elif nested := _below(names, lambda name: name == METADATA):
         advice = f"it holds torch distributed checkpoints: give {' or '.join(str(root / item) for item in nested[:3])}"
-    found = ", ".join(sorted(top)[:5]) + (f" and {len(top) - 5} more" if len(top) > 5 else "")
+    found = first_of(sorted(top), 5)
     return InvalidInputError(
         f"has no safetensors files at its top; {advice}",
         key=str(root),

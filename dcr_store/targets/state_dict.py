@@ -21,6 +21,7 @@ from dcr_store.layout.tensors import describe, memory_key
 from dcr_store.targets.chunks import check_chunk, spoil
 from dcr_store.targets.extents import Extent, extent_of, overlapping
 from dcr_store.targets.live_tensor import DeviceTensor, LiveTensor, live_tensor
+from dcr_store.wording import first_of
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +204,7 @@ def _choose(tensors: Mapping[str, Any], layout: Layout) -> dict[str, list[str]]:
         "sharing memory, though not one tensor in the version (untie them):": list(_shared(extents)),
     }
     if any(problems.values()):
-        listed = "; ".join(f"{what} {_listed(names)}" for what, names in problems.items() if names)
+        listed = "; ".join(f"{what} {first_of(names, _N_SHOWN)}" for what, names in problems.items() if names)
         raise InvalidInputError(
             f"the tensors are not those of the version; nothing was written: {listed}",
             expected=f"{len(layout.tensors)} tensors as in the version",
@@ -231,8 +232,3 @@ def _expanded(extents: Mapping[str, Extent]) -> Iterator[str]:
 
 def _shared(extents: Mapping[str, Extent]) -> Iterator[str]:
     return (f"{a!r} and {b!r}" for a, b in overlapping(extents))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _N_SHOWN
-    return ", ".join(names[:_N_SHOWN]) + (f" and {more} more" if more > 0 else "")
