@@ -12,7 +12,7 @@ from typing import Any, Final
 from dcr_store.errors import FormatError
 from dcr_store.format import canonical, copies
 from dcr_store.format.fields import MAX_VERSION, Fields
-from dcr_store.format.names import KEY, STORE_KEY, VERSION
+from dcr_store.format.names import KEY, STORE_KEY, VERSION, TransactionKeys
 from dcr_store.format.paths import path_problem
 
 FORMAT_VERSION: Final = (1, 0)
@@ -137,6 +137,10 @@ class Partition:
     nbytes: int
     sha256: str
     chunks: int
+
+    def ref(self, keys: TransactionKeys, writer: str) -> ObjectRef:
+        """Return the shard as an object, in the transaction of the writer."""
+        return ObjectRef(keys.partition(writer, self.incarnation, self.array, self.index), self.sha256, self.nbytes)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -61,6 +61,6 @@ def read_earlier(objects: ObjectStore, keys: TransactionKeys, writer: str) -> Jo
         is_sealed |= entry.seal is not None
         for item in (*entry.partitions, *(entry.seal.partitions if entry.seal else ())):
             named.setdefault((item.array, item.index), set()).add(item.sha256)
-            if sizes.get(keys.partition(writer, item.incarnation, item.array, item.index)) == item.nbytes:
+            if sizes.get(item.ref(keys, writer).key) == item.nbytes:
                 durable[item.array, item.index, item.sha256] = item
     return Journaled(durable, named, is_sealed)

@@ -336,12 +336,7 @@ class PartitionWriter:
 
     def sealed_objects(self) -> list[ObjectRef]:
         """Return all objects that the seal leads to, itself included."""
-        stored = [
-            ObjectRef(
-                self.keys.partition(self.writer, item.incarnation, item.array, item.index), item.sha256, item.nbytes
-            )
-            for item in self._sealed
-        ]
+        stored = [item.ref(self.keys, self.writer) for item in self._sealed]
         return [*stored, *self._objects.values(), *self._journal]
 
     def close(self) -> None:

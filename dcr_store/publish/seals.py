@@ -18,7 +18,7 @@ from dcr_store.format.names import TransactionKeys
 from dcr_store.objects.transfer import map_bounded
 from dcr_store.payload import contributions
 from dcr_store.payload.contributions import Rows
-from dcr_store.payload.version import fetch
+from dcr_store.payload.version import fetch, sealed_refs
 from dcr_store.ports import ObjectStore
 from dcr_store.publish.committing import Sealed
 from dcr_store.publish.ownership import Ownership
@@ -123,15 +123,9 @@ class SealWatch:
         assert seal is not None
         if seal.ownership is None:
             raise FormatError("the seal of one of several writers does not say what it owns", key=key)
-        stored = [
-            ObjectRef(
-                self.keys.partition(entry.writer, item.incarnation, item.array, item.index), item.sha256, item.nbytes
-            )
-            for item in seal.partitions
-        ]
-        described = [array.zarr for array in seal.arrays]
+        stored = [item.ref(self.keys, entry.writer) for item in seal.partitions]
         ref = ObjectRef.of(key, data)
-        objects = [*stored, *described, seal.contributions, *seal.journal, *seal.files, seal.ownership, ref]
+        objects = [*stored, *sealed_refs(seal), ref]
         rows = contributions.decode(fetch(self.objects, seal.contributions), seal.contributions.key)
         found = Sealed(SealRef(entry.writer, entry.incarnation, ref), objects, rows, seal.changed, len(stored))
         return found, seal.ownership

@@ -84,8 +84,7 @@ class Transaction(Ending):
         self._base_layout: Layout | None = None
         self._base_names: frozenset[str] = frozenset()
         self._writer: DeltaWriter | AnchorWriter
-        durable = read_durable(catalog.objects, self._keys, WRITER) if pending.attempt else {}
-        self._durable = durable
+        self._durable = read_durable(catalog.objects, self._keys, WRITER) if pending.attempt else {}
         head = log.state.head
         if head is None:
             self._writer = self._anchor_writer()

@@ -185,9 +185,7 @@ class Streaming:
             # A later attempt says anew what it has, and what an earlier one had otherwise will not count.
             if known is not None and (known.attempt > entry.attempt or known.ref.sha256 == item.sha256):
                 continue
-            ref = ObjectRef(
-                keys.partition(entry.writer, item.incarnation, item.array, item.index), item.sha256, item.nbytes
-            )
+            ref = item.ref(keys, entry.writer)
             events.reached("stream.journaled", ref.key)
             self._places[place] = _Journaled(entry.attempt, ref, self._transfers.want(ref, tag))
 
