@@ -514,10 +514,12 @@ class Store:
             If `writer` is none of the writers of `txid`, or the baseline's place has files of somebody else.
         """
         from dcr_store.publish.joint import SliceTransaction
+        from dcr_store.publish.slice_files import place_of
         from dcr_store.publish.waiting import awaited
 
         self._check_writable()
         check_line(line)
+        place_of(baseline)  # before it waits, for an hour maybe
         log = self._catalog.log(line)
         wanted = None if writers is None else check_writers(writers)
         pending = awaited(log, writer, txid, self._joined.get((line, writer)), timeout_s, wanted)

@@ -30,7 +30,10 @@ class Part(NamedTuple):
     stop: int
 
     def __str__(self) -> str:
-        return f"{self.tensor}[{self.start}:{self.stop}]"
+        # Not as an index: that would count along the first dimension.
+        one, last = self.stop - self.start == 1, self.stop - 1
+        which = f"value {self.start}" if one else f"values {self.start} to {last}"
+        return f"{which} of {self.tensor} in C order"
 
 
 @dataclass(frozen=True, slots=True)

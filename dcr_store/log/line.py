@@ -11,7 +11,7 @@ from typing import Any, Final
 from dcr_store import events
 from dcr_store.errors import FormatError, IntegrityError
 from dcr_store.format.fields import now
-from dcr_store.format.names import checkpoint_key, hint_key, new_txid, numbered, record_key
+from dcr_store.format.names import checkpoint_key, hint_key, new_txid, numbered, record_key, version_name
 from dcr_store.format.records import Abort, Begin, Commit, Record, Resume, parse_record
 from dcr_store.format.rows import VersionRow
 from dcr_store.log import checkpoints, fold
@@ -240,6 +240,17 @@ class LineLog(RecordLog[LineState, Record]):
             record = None if data is None else self.read_record(data, self._key(seq))
             if not isinstance(record, Resume):
                 return record.reason if isinstance(record, Abort) and record.txid == pending.txid else None
+        return None
+
+    def ending_of(self, txid: str) -> str | None:
+        """Say how a transaction ended, if one of the last records tells it."""
+        for seq in reversed(range(max(0, self.state.length - _KEPT_RECORDS), self.state.length)):
+            data = self._get(seq)
+            record = None if data is None else self.read_record(data, self._key(seq))
+            if isinstance(record, Abort) and record.txid == txid:
+                return f"it was aborted: {record.reason}"
+            if isinstance(record, Commit) and record.txid == txid:
+                return f"it was committed as {version_name(self.line, record.version)}"
         return None
 
     def begin_of(self, row: VersionRow) -> Begin:

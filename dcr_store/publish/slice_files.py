@@ -26,7 +26,7 @@ from dcr_store import events
 from dcr_store.errors import DcrError, FormatError, InvalidInputError
 from dcr_store.layout.dtypes import Bits, uint_dtype
 from dcr_store.publish.baseline_place import checked_place, release_lock, take_lock, translated, write_all
-from dcr_store.publish.slice_memory import PINNED, Claim, Earlier, Memory, OwnMemory, PinnedMemory
+from dcr_store.publish.slice_memory import PINNED, Claim, Earlier, Memory, OwnMemory, PinnedMemory, require_pinned
 from dcr_store.publish.slice_note import Note, NotedSlice
 from dcr_store.publish.slice_rooms import Room, Rooms
 from dcr_store.targets.own_directories import BASELINE_TAG, LOCK
@@ -193,7 +193,7 @@ def open_memory(
     InvalidInputError, ConflictError, StorageError
         As of ``SliceFiles`` and ``PinnedMemory``.
     """
-    place = None if baseline is None else PINNED if baseline == PINNED else checked_place(baseline)
+    place = place_of(baseline)
     if kept is not None:
         if kept.place == place and kept.is_open:
             return kept
@@ -201,6 +201,24 @@ def open_memory(
     if place is None:
         return OwnMemory()
     return PinnedMemory() if place == PINNED else SliceFiles(place, line, writer)
+
+
+def place_of(baseline: str | os.PathLike[str] | None) -> Path | str | None:
+    """Return where a baseline is asked to be: a place, ``PINNED``, or None for memory of the process.
+
+    Raises
+    ------
+    InvalidInputError
+        If it can be nowhere there: see ``checked_place`` and ``PinnedMemory``.
+    """
+    if baseline is None:
+        return None
+    if baseline == PINNED:
+        require_pinned()
+        return PINNED
+    if isinstance(baseline, str) and baseline.lower() == PINNED:
+        raise InvalidInputError("is no path, and not the word either", key="baseline", expected=PINNED, found=baseline)
+    return checked_place(baseline)
 
 
 def _is_same(one: NotedSlice, two: NotedSlice) -> bool:

@@ -150,20 +150,7 @@ class PinnedMemory(OwnMemory):
     def __init__(self) -> None:
         super().__init__()
         self.place = PINNED
-        try:
-            import torch
-        except ImportError as error:
-            raise InvalidInputError(
-                "pinned memory needs torch; pip install dcr-store[torch]", key="baseline"
-            ) from error
-        if not torch.cuda.is_available():
-            raise InvalidInputError(
-                "pinned memory needs CUDA, which torch does not find here; leave `baseline` out, or name a directory",
-                key="baseline",
-                expected="a CUDA device",
-                found="none",
-            )
-        self._torch = torch
+        self._torch = require_pinned()
 
     def take(self, n_elements: int, dtype: np.dtype[Any]) -> tuple[Bits, object]:
         """Allocate; ``StorageError`` if the system does not lock so much memory."""
@@ -176,3 +163,19 @@ class PinnedMemory(OwnMemory):
                 key="baseline",
             ) from error
         return tensor.numpy().view(dtype), None
+
+
+def require_pinned() -> Any:
+    """Return torch, if it can lock pages here; ``InvalidInputError`` if it is missing, or has no CUDA here."""
+    try:
+        import torch
+    except ImportError as error:
+        raise InvalidInputError("pinned memory needs torch; pip install dcr-store[torch]", key="baseline") from error
+    if not torch.cuda.is_available():
+        raise InvalidInputError(
+            "pinned memory needs CUDA, which torch does not find here; leave `baseline` out, or name a directory",
+            key="baseline",
+            expected="a CUDA device",
+            found="none",
+        )
+    return torch

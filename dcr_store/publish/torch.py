@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S: Final = 1800.0
 _GRACE_S: Final = 5.0
+_LEAVING_S: Final = 30.0  # for which a rank that is refused waits for the transaction, to end it for the others
 _AGAIN: Final = "publish again on all ranks, with a longer timeout_s if one is only slow"
 
 
@@ -185,8 +186,9 @@ def _joined(
         raise
     except BaseException as error:
         try:
-            # Without slices and baseline, with which it has failed. For one not begun yet nobody waits for this rank.
-            left = store.join(txid, line=common["line"], writer=common["writer"], writers=names, timeout_s=0)
+            # Without slices and baseline, with which it has failed. One that is not begun yet will wait for this rank.
+            left_s = _LEAVING_S if timeout_s is None else min(_LEAVING_S, timeout_s)
+            left = store.join(txid, line=common["line"], writer=common["writer"], writers=names, timeout_s=left_s)
             left.abort(f"writer {common['writer']} could not join: {type(error).__name__}: {error}"[:500])
         except (LagError, FencedError):
             pass

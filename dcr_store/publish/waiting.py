@@ -48,7 +48,8 @@ def awaited(
         ):
             return pending
         if txid is not None:
-            raise FencedError("the transaction is not open any more", key=txid)
+            ending = log.ending_of(txid) or f"none of the last records of {log.line} tells of it"
+            raise FencedError(f"the transaction is not open: {ending}; join another one", key=txid)
     raise LagError(
         f"nobody has begun a transaction on {log.line} for writer {writer} in {timeout_s:g} s",
         key=log.line,

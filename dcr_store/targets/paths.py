@@ -6,11 +6,15 @@ Refuses paths that format.paths does, and parents that a symbolic link leads out
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Final
 
 from dcr_store import events
 from dcr_store.errors import InvalidInputError, NotFoundError, StorageError
 from dcr_store.format.paths import path_problem
+
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def check_path(path: str) -> str:
@@ -32,7 +36,8 @@ def local_path(value: object, argument: str) -> Path:
     Raises
     ------
     InvalidInputError
-        If it is no path: not text or path-like, empty (an unset variable must not mean this directory), or with NUL.
+        If it is no path: not text or path-like, empty (an unset variable must not mean this directory), with NUL, or a
+        URL, which would be made a directory here.
     """
     try:
         text = os.fspath(value)  # type: ignore[call-overload]
@@ -41,6 +46,13 @@ def local_path(value: object, argument: str) -> Path:
     if not isinstance(text, str) or text == "" or "\0" in text:
         raise InvalidInputError(
             "is no path", key=argument, expected="text or a path, not empty, without NUL", found=f"{value!r:.200}"
+        )
+    if _URL.match(text):
+        raise InvalidInputError(
+            "is a URL, where a place on this machine's file systems is meant; give its path",
+            key=argument,
+            expected="a path",
+            found=f"{text:.200}",
         )
     return Path(text)
 

@@ -165,8 +165,10 @@ def test_scalars_and_empty_tensors() -> None:
 def test_what_is_not_covered_or_covered_twice_is_named() -> None:
     maps = [slices.row_parallel("w", "BF16", (2, 6), rank, 3) for rank in (0, 0, 2)]
     found = coverage(maps, {"w": (2, 6), "v": (3,)})
-    assert [str(part) for part in found.doubled] == ["w[0:2]", "w[6:8]"]
-    assert [str(part) for part in found.missing] == ["w[2:4]", "w[8:10]", "v[0:3]"]
+    assert [str(part) for part in found.doubled] == [f"values {a} to {a + 1} of w in C order" for a in (0, 6)]
+    assert [str(part) for part in found.missing] == [
+        "values 2 to 3 of w in C order", "values 8 to 9 of w in C order", "values 0 to 2 of v in C order"
+    ]  # fmt: skip
     assert (found.n_doubled, found.n_missing) == (4, 7)
 
 

@@ -726,6 +726,32 @@ def test_pinned_memory_needs_cuda(url: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert not Path("pinned").exists()
 
 
+def test_who_joins_is_told_at_once_that_its_baseline_can_be_nowhere(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after a wait for a transaction that nobody begins, since all are refused."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with dcr_store.open(url) as store:
+        for baseline, what in (
+            ("pinned", "needs CUDA"),
+            ("PINNED", "not the word either"),
+            ("s3://bucket/x", "is a URL"),
+            ("file:///x", "is a URL"),
+        ):
+            with pytest.raises(InvalidInputError, match=what):
+                store.join(writer="r1", baseline=baseline)
+            with pytest.raises(InvalidInputError, match=what):
+                store.begin(writers=["r0"], tensors=SHAPES, baseline=baseline)
+        with pytest.raises(InvalidInputError, match="is a URL"):
+            store.begin(baseline="s3://bucket/x")
+        assert store._catalog.log("main").refresh().open is None
+    assert list(here.iterdir()) == []
+
+
 def test_pinned_memory_holds_the_slices(url: str, roots: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     real, asked = torch.empty, []
