@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from states import write_hf
 
 import dcr_store
 from dcr_store.errors import FencedError, InvalidInputError, LagError, StorageError
@@ -189,6 +190,29 @@ def test_one_process_alone_needs_no_ranks_and_keeps_the_order_and_ties_of_the_he
     assert store.show("main@2").info.root == info.root
     found = store.read("main@1", framework="torch")
     assert all(torch.equal(found[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def test_files_beside_the_weights_go_on_while_the_tensors_are_the_same(store: Any, tmp_path: Path) -> None:
+    """A checkpoint that leaves out a tied name, as transformers writes it: ``rename`` leaves it out too."""
+    import torch
+    from torch import nn
+
+    from dcr_store.publish.torch import publish_module
+
+    module = nn.ModuleDict({"embed": nn.Embedding(6, 4), "lm_head": nn.Linear(4, 6, bias=False)})
+    module["lm_head"].weight = module["embed"].weight
+    with store.begin() as transaction:
+        transaction.write_checkpoint(
+            write_hf(tmp_path / "run", {"embed.weight": module["embed"].weight.detach().numpy()})
+        )
+    files = store.show("main@0").files
+    assert len(files) > 1
+    with torch.no_grad():
+        module["embed"].weight[2] += 1
+    info = publish_module(store, module, rename=lambda name: None if name == "lm_head.weight" else name)
+    assert (info.base, store.show("main@1").files) == ("main@0", files)
+    info = publish_module(store, module)
+    assert (info.base, store.show("main@2").files) == (None, [])
 
 
 def test_a_rank_that_starts_again_finds_its_baseline(store: Any, tmp_path: Path) -> None:
