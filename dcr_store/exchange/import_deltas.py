@@ -25,7 +25,7 @@ from dcr_store.format.paths import OWN_DIRECTORY
 from dcr_store.objects.transfer import map_bounded
 from dcr_store.receive import copy_building
 from dcr_store.receive.pull import pull
-from dcr_store.targets.checkpoint import open_checkpoint
+from dcr_store.targets.dcp import open_source
 from dcr_store.targets.paths import local_path
 from dcr_store.targets.safetensors_file import FileTensor, read_header
 from dcr_store.versions.catalog import Catalog, Located
@@ -143,7 +143,7 @@ def _begin_line(publisher: _Publisher, series: Mapping[int, Path], base: str | o
 
 def _prove(delta: Delta, base: Path) -> None:
     """Apply a delta to copies of a checkpoint's tensors: a wrong base is to be no version."""
-    with open_checkpoint(base) as checkpoint:
+    with open_source(base) as checkpoint:
 
         def copy(name: str) -> Octets:
             return checkpoint.bits(name).view(np.uint8).copy()

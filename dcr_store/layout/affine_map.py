@@ -261,6 +261,7 @@ def _found(boxes: Iterable[Box], positions: NDArray[np.int64]) -> NDArray[np.int
 
 def _require_inside(name: str, boxes: Sequence[Box], n_local: int, n_canonical: int) -> None:
     for item in boxes:
+        _require_box(name, item)
         if item.here_stop > n_local:
             raise InvalidInputError(
                 "a box leaves the slice", key=name, expected=f"{n_local} values", found=f"number {item.here_stop - 1}"
@@ -274,6 +275,19 @@ def _require_inside(name: str, boxes: Sequence[Box], n_local: int, n_canonical: 
             )
     if (part := doubled(name, boxes)) is not None:
         raise InvalidInputError(f"the slice has several values for {part}", key=name)
+
+
+def _require_box(name: str, item: Box) -> None:
+    """Refuse a box that ``box`` would not have made."""
+    numbers = (item.here, item.there, *(number for dim in item.dims for number in dim))
+    if all(type(number) is int and number >= 0 for number in numbers) and all(min(dim) > 0 for dim in item.dims):
+        return
+    raise InvalidInputError(
+        "is no box; make it with dcr_store.layout.boxes.box",
+        key=name,
+        expected="offsets of 0 or more, sizes and strides of 1 or more",
+        found=f"{item}"[:200],
+    )
 
 
 def coverage(maps: Sequence[AffineMap], tensors: Mapping[str, Sequence[int]]) -> Coverage:

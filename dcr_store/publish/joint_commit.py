@@ -74,11 +74,14 @@ class JointCommit:
             As of ``SliceTransaction.commit``.
         """
         if self._proposed is None:
-            with Threads(1) as pool:
-                # Each is a chain of requests, and neither needs the other.
+            # Each is a chain of requests, and neither needs the other.
+            pool = Threads(1, "dcr-base")
+            try:
                 reading = None if self._catalog.objects.is_local else pool.submit(self._of_base)
                 sealed = self._await_seals(deadline, timeout_s)
                 base, files = self._of_base() if reading is None else reading.result()
+            finally:
+                pool.shutdown(wait=False)  # what only reads need not hold up who gives up
             chunk_elements, attempt = self._catalog.document.chunk_elements, self._pending.attempt
             proposal = propose(self._keys, attempt, self._layout, base, sealed, files, chunk_elements)
             self._proposed = sealed, proposal

@@ -197,7 +197,8 @@ class SliceWriter:
         if place in self._passed or (self._expected is not None and chunk.n_elements > whole):
             raise InvalidInputError(
                 f"writer {self.partitions.writer} writes more to chunk {piece.chunk} of {piece.space} than it "
-                "announced with `slices`; announce all, residual fragments too (slices.flat_part), or nothing"
+                "announced with `slices`; announce all, residual fragments too (slices.flat_part), or nothing, as "
+                "where it writes some of a packed dtype"
             )
         row = self._rows.setdefault(place, [0, 0, 0])
         row[1 if "present" in encoded.arrays else 0] ^= encoded.change

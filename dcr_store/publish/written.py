@@ -5,6 +5,8 @@ Refuses tensors that are not what their map is of, and fragments that do not fit
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,6 +71,8 @@ def of_fragment(name: str, fragment: object, offset: int, layout: Layout, chunk_
     entry = layout.entry(name)
     data = as_bits(name, fragment)
     row, n = DTYPES[entry.dtype], len(data.bits)
+    with contextlib.suppress(TypeError):
+        offset = -1 if isinstance(offset, bool) else operator.index(offset)
     start, rest = divmod(offset * row.bits, 8 * row.width) if isinstance(offset, int) else (-1, 0)
     if data.dtype != entry.dtype or rest or not 0 <= start <= start + n <= entry.n_elements:
         raise InvalidInputError(

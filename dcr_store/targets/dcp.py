@@ -9,6 +9,7 @@ packed dtypes.
 from __future__ import annotations
 
 import io
+import math
 import os
 import threading
 import weakref
@@ -39,6 +40,7 @@ from dcr_store.targets.safetensors_file import FileTensor, Header
 _N_OPEN: Final = 64
 _MAX_METADATA_NBYTES: Final = 1 << 30
 _ZIP_HEADER_NBYTES: Final = 30
+_MOST_PER_BYTE: Final = 2  # values of the smallest dtypes
 
 _Place = tuple[str, int, int, str, tuple[int, ...]]
 
@@ -88,6 +90,7 @@ class DcpCheckpoint(Checkpoint):
         self._digest = canonical.sha256(data)
         metadata = read_metadata(data, str(place))
         try:
+            _require_room(metadata, root)
             found = maps_of_dcp(metadata)
             infos = {(index.fqn, _offset(index)): info for index, info in metadata.storage_data.items()}
             self._chunks = {
@@ -280,6 +283,22 @@ def open_source(path: str | os.PathLike[str]) -> Checkpoint:
     return opened
 
 
+def _require_room(metadata: Any, root: Path) -> None:
+    """Refuse tensors of which the folder cannot hold a value each, before their values are counted."""
+    nbytes = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    for name, entry in metadata.state_dict_metadata.items():
+        for item in (entry, *getattr(entry, "chunks", ())):
+            sizes = getattr(item, "size", None) or getattr(item, "sizes", None) or ()
+            n = math.prod(max(int(size), 0) for size in sizes)
+            if n > _MOST_PER_BYTE * nbytes:
+                raise FormatError(
+                    "the metadata tells of more values than the files hold; copy the checkpoint again",
+                    key=name,
+                    expected=f"up to {nbytes} bytes",
+                    found=f"{n} values",
+                )
+
+
 def _offset(index: Any) -> tuple[int, ...]:
     """Return a chunk's offset; entries that are no tensors have none."""
     return tuple(getattr(index, "offset", None) or ())
@@ -315,16 +334,23 @@ def _is_contiguous(stored: StoredTensor) -> bool:
     return True
 
 
+def _as_it_is(info: zipfile.ZipInfo, key: str) -> zipfile.ZipInfo:
+    """Return a member of an archive that is stored as it is; a compressed one may be thousands of times as long."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise FormatError("is compressed; save the checkpoint again without", key=key, found=info.filename[:120])
+    return info
+
+
 def _parsed(chunk: _Chunk, part: _Part) -> tuple[StoredTensor, int, int]:
     """Return what was saved of a chunk, and where the bytes of its storage are in `part`."""
     key = f"{chunk.name} ({chunk.key})"
     try:
         with zipfile.ZipFile(_Window(part)) as archive:
             by_name = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            stored = read_tensor(archive.read(by_name["data.pkl"]), key)
-            if "byteorder" in by_name and archive.read(by_name["byteorder"]) != b"little":
+            stored = read_tensor(archive.read(_as_it_is(by_name["data.pkl"], key)), key)
+            if "byteorder" in by_name and archive.read(_as_it_is(by_name["byteorder"], key)) != b"little":
                 raise FormatError("is big-endian; save it on a little-endian machine", key=key)
-            info = by_name[f"data/{stored.storage}"]
+            info = _as_it_is(by_name[f"data/{stored.storage}"], key)
         header = part.read(info.header_offset, _ZIP_HEADER_NBYTES)
     except DcrError:
         raise
@@ -335,8 +361,6 @@ def _parsed(chunk: _Chunk, part: _Part) -> tuple[StoredTensor, int, int]:
             expected="a zip archive with data.pkl and its storage",
             found=f"{type(error).__name__}: {error}"[:120],
         ) from error
-    if info.compress_type != zipfile.ZIP_STORED:
-        raise FormatError("is compressed; save the checkpoint again without", key=key)
     n_name, n_extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
     first = info.header_offset + _ZIP_HEADER_NBYTES + n_name + n_extra
     dtype = torch_dtypes().get(stored.dtype, stored.dtype)

@@ -145,6 +145,18 @@ def test_a_line_that_was_not_imported_goes_on(tmp_path: Path) -> None:
             store.import_series(series, base=tmp_path / "two")
 
 
+def test_a_base_that_is_a_distributed_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    series = write_series(tmp_path / "series", "xor")
+    with create() as store:
+        with store.begin("seed") as transaction:
+            transaction.write_checkpoint(write_checkpoint(tmp_path / "base", STATES[0]))
+        store.checkout("seed", tmp_path / "dcp", format="dcp")
+        store.import_series(series, base=tmp_path / "dcp")
+        for number, state in enumerate(STATES):
+            require(store, f"main@{number}", state)
+
+
 def test_the_base_again(tmp_path: Path) -> None:
     """Of an import that stopped, it is read again: by its name alone it could be another one by now."""
     series = write_series(tmp_path / "series", "xor")

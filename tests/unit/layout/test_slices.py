@@ -15,6 +15,7 @@ from referencing import Registry, Resource
 from dcr_store.errors import InvalidInputError
 from dcr_store.layout import slices
 from dcr_store.layout.affine_map import AffineMap, coverage
+from dcr_store.layout.boxes import Box, Dim
 
 Array = np.ndarray[Any, Any]
 
@@ -170,6 +171,19 @@ def test_what_is_not_covered_or_covered_twice_is_named() -> None:
         "values 2 to 3 of w in C order", "values 8 to 9 of w in C order", "values 0 to 2 of v in C order"
     ]  # fmt: skip
     assert (found.n_doubled, found.n_missing) == (4, 7)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        Box(-1, 0, (Dim(2, 2, 1),)), Box(0, -1, (Dim(2, 1, 2),)), Box(0, 0, (Dim(0, 1, 1),)),
+        Box(0, 0, (Dim(2, 0, 1),)), Box(0.0, 0, (Dim(2, 1, 1),)), Box(True, 0, (Dim(2, 1, 1),)), Box(0, 0, (Dim(2, -1, 1),)),
+    ],
+)  # fmt: skip
+def test_boxes_that_lie_outside_or_nowhere_make_no_map(item: Box) -> None:
+    """Of a negative offset the memory before the slice would be published."""
+    with pytest.raises(InvalidInputError, match="w: is no box"):
+        AffineMap.of("U8", (4,), {"w": (4,)}, {"w": [item]})
 
 
 def test_a_value_that_goes_to_two_tensors_is_in_both() -> None:

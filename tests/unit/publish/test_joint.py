@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,6 +27,7 @@ from ranks import (
     whole,
     write,
 )
+from upkeep import through
 from watched import Watched
 
 import dcr_store
@@ -268,8 +270,10 @@ def test_a_writer_cannot_write_an_element_twice(pair: Any) -> None:
     transaction.write_slice(state["q"], whole("q"))
     with pytest.raises(InvalidInputError, match="wrote values 0 to 767 of q in C order before"):
         transaction.write_slice(state["q"], whole("q"))
+    with pytest.raises(InvalidInputError, match="the fragment does not fit the tensor"):
+        transaction.write_residual("q", state["q"].reshape(-1)[1:2], True)
     with pytest.raises(InvalidInputError, match="wrote value 8 of q in C order before"):
-        transaction.write_residual("q", state["q"].reshape(-1)[8:9], 8)
+        transaction.write_residual("q", state["q"].reshape(-1)[8:9], np.int64(8))
     transaction.abort()
 
 
@@ -1240,3 +1244,30 @@ def test_a_slice_with_something_before_its_values_is_no_fragment(pair: Any) -> N
             write(transaction, told, state)
             transaction.write_residual("norm", state["norm"])
         require_state(store, "main", state)
+
+
+def test_who_gives_up_does_not_wait_for_the_base(tmp_path: Any) -> None:
+    """The committer reads it while it waits for the seals; storage that hangs holds up nobody who goes."""
+    let_go = threading.Event()
+
+    def hang(method: str, key: str) -> None:
+        if threading.current_thread().name.startswith("dcr-base"):
+            let_go.wait(60)
+
+    with dcr_store.create(str(tmp_path / "s"), chunk_elements=256) as store:
+        state = random_state(0)
+        with store.begin() as transaction:
+            for name, array in state.items():
+                transaction.write(name, array)
+        far = type("Far", (Watched,), {"is_local": False})(store._objects)
+        with through(store, far) as slow:
+            transaction = slow.begin(writers=["a", "b"])
+            transaction.seal()
+            far.before = hang
+            start = time.monotonic()
+            with pytest.raises(LagError, match="have not sealed main@1"):
+                transaction.commit(timeout_s=0.1)
+            assert not let_go.is_set()
+            assert time.monotonic() - start < 30
+            let_go.set()
+            transaction.abort()

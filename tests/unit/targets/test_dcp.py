@@ -12,6 +12,7 @@ import sys
 import tracemalloc
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -523,17 +524,20 @@ def with_evil_tensor(folder: Path) -> None:
     edited(folder, change)
 
 
-def compressed(method: int) -> Any:
-    """Damage in what is compressed: each way of compressing has errors of its own."""
+def compressed(method: int, member: str) -> Any:
+    """A member that is compressed, to a thousandth: it is not even looked into."""
 
     def damage(folder: Path) -> None:
-        archive = io.BytesIO()
-        with zipfile.ZipFile(archive, "w", method) as made:
-            made.writestr("archive/data.pkl", bytes(range(256)) * 8)
-            made.writestr("archive/data/0", bytes(14))
-            start = made.getinfo("archive/data.pkl").header_offset + 30 + len("archive/data.pkl")
-        data = bytearray(archive.getvalue())
-        data[start + 2 : start + 40] = bytes(0x5A ^ octet for octet in data[start + 2 : start + 40])
+        import torch
+
+        saved, archive = io.BytesIO(), io.BytesIO()
+        torch.save(torch.zeros(7, dtype=torch.float16), saved)
+        with zipfile.ZipFile(saved) as whole, zipfile.ZipFile(archive, "w") as made:
+            for info in whole.infolist():
+                if info.filename.partition("/")[2] != member:
+                    made.writestr(info.filename, whole.read(info))
+            made.writestr(f"archive/{member}", bytes(1 << 20), method)
+        data = archive.getvalue()
         (folder / "packed.distcp").write_bytes(data)
 
         def change(metadata: Any) -> None:
@@ -559,6 +563,20 @@ def overlapping(folder: Path) -> None:
         entry.chunks = entry.chunks * 2
 
     edited(folder, change)
+
+
+def more_than_there_is(part: str) -> Any:
+    """Chunks that overlap, of a tensor as the files cannot hold it: counting its values would take hours."""
+
+    def change(metadata: Any) -> None:
+        import torch
+
+        entry, huge = metadata.state_dict_metadata["half"], torch.Size([1 << 45])
+        if part == "tensor":
+            entry.size = huge
+        entry.chunks = [replace(chunk, offsets=torch.Size([0]), sizes=huge) for chunk in entry.chunks * 2]
+
+    return lambda folder: edited(folder, change)
 
 
 def unsupported(folder: Path) -> None:
@@ -587,12 +605,15 @@ def unsupported(folder: Path) -> None:
         (with_evil, FormatError, "metadata: names something that no tensor needs.*posix.mkdir"),
         (with_evil_tensor, FormatError, r"half \(evil.distcp at 0\): names something that no tensor.*posix.mkdir"),
         *(
-            (compressed(method), FormatError, r"half \(packed.distcp at 0\): is not what torch.save writes")
+            (compressed(method, member), FormatError, r"half \(packed.distcp at 0\): is compressed; save")
             for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+            for member in ("data.pkl", "byteorder")
         ),
         (outside, DcrError, r"\.\./secret"),
         (transformed, FormatError, "half: is compressed or otherwise transformed"),
         (overlapping, InvalidInputError, "half: chunks of the checkpoint overlap"),
+        (more_than_there_is("tensor"), FormatError, "half: the metadata tells of more values than the files hold"),
+        (more_than_there_is("chunk"), FormatError, "half: the metadata tells of more values than the files hold"),
         (unsupported, InvalidInputError, "half: has a dtype that format 1 cannot store"),
     ],
 )
