@@ -177,7 +177,8 @@ def test_what_is_not_covered_or_covered_twice_is_named() -> None:
     "item",
     [
         Box(-1, 0, (Dim(2, 2, 1),)), Box(0, -1, (Dim(2, 1, 2),)), Box(0, 0, (Dim(0, 1, 1),)),
-        Box(0, 0, (Dim(2, 0, 1),)), Box(0.0, 0, (Dim(2, 1, 1),)), Box(True, 0, (Dim(2, 1, 1),)), Box(0, 0, (Dim(2, -1, 1),)),
+        Box(0, 0, (Dim(2, 0, 1),)), Box(0.0, 0, (Dim(2, 1, 1),)),
+        Box(True, 0, (Dim(2, 1, 1),)), Box(0, 0, (Dim(2, -1, 1),)),
     ],
 )  # fmt: skip
 def test_boxes_that_lie_outside_or_nowhere_make_no_map(item: Box) -> None:
