@@ -26,8 +26,11 @@ from dcr_store.layout.coverage import Coverage, Part, covered, doubled
 from dcr_store.layout.dtypes import dtype as dtype_row
 from dcr_store.layout.dtypes import n_values, shown
 from dcr_store.layout.entry import name_problem
+from dcr_store.wording import first_of
 
 FORMAT: Final = "dcr-affine-map"
+MAX_TOLD: Final = 3
+"""How many tensors of a slice an error names."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +63,21 @@ class AffineMap:
         boxes: Mapping[str, Iterable[Box]],
     ) -> Self:
         """Make a map; ``InvalidInputError`` says which tensor is wrong, and why."""
-        row = dtype_row(dtype)
+        names = first_of(list(map(shown, tensors)), MAX_TOLD) or None
+        row = dtype_row(dtype, key=names)
         if row.packed:
             raise InvalidInputError(
                 f"values of {dtype} are no whole bytes and cannot be moved one by one; publish them as residual",
-                key=next(iter(tensors), None),
+                key=names,
             )
-        n_local = n_values(row, shape)
+        n_local = n_values(row, shape, key=names)
         found: dict[str, tuple[Box, ...]] = {}
         for name, full in tensors.items():
             problem = name_problem(name)
             if problem is not None:
                 raise InvalidInputError(f"{shown(name)} cannot name a tensor: {problem}")
             found[name] = tuple(merged(boxes.get(name, ())))
-            _require_inside(name, found[name], n_local, n_values(row, full))
+            _require_inside(name, found[name], n_local, n_values(row, full, key=name))
         unknown = sorted(set(boxes) - set(tensors))
         if unknown:
             raise InvalidInputError("boxes of a tensor without a shape", key=unknown[0])

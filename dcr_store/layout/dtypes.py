@@ -118,7 +118,7 @@ def aligned(element: int, space: str) -> int:
     return -(-element // step) * step
 
 
-def n_elements(dtype: DType, shape: Sequence[int]) -> int:
+def n_elements(dtype: DType, shape: Sequence[int], *, key: str | None = None) -> int:
     """Return the number of elements that a tensor takes in its space.
 
     Parameters
@@ -127,6 +127,8 @@ def n_elements(dtype: DType, shape: Sequence[int]) -> int:
         Its dtype.
     shape : sequence of int
         Its shape, in values; ``()`` has one value. Booleans and floating-point numbers are no dimensions.
+    key : str, optional
+        The tensor concerned, for the error.
 
     Raises
     ------
@@ -136,27 +138,28 @@ def n_elements(dtype: DType, shape: Sequence[int]) -> int:
     n = 1
     for size in shape:
         if type(size) is not int:
-            raise _refused(dtype, shape, "whole numbers", f"{shown(size)}")
+            raise _refused(dtype, shape, key, "whole numbers", f"{shown(size)}")
         if not 0 <= size <= MAX_DIMENSION:
-            raise _refused(dtype, shape, "dimensions from 0 to 2^63 - 1", shown(size))
+            raise _refused(dtype, shape, key, "dimensions from 0 to 2^63 - 1", shown(size))
         if n <= 2 * MAX_ELEMENTS:  # F4 has two values to an element; beyond that only a 0 makes a difference
             n *= size
     if 0 in shape:
         return 0
     n = -(-n * dtype.bits // 8) if dtype.packed else n * dtype.elements_per_value
     if n > MAX_ELEMENTS:
-        raise _refused(dtype, shape, "at most 2^52 elements", "more")
+        raise _refused(dtype, shape, key, "at most 2^52 elements", "more")
     return n
 
 
-def n_values(dtype: DType, shape: Sequence[int]) -> int:
+def n_values(dtype: DType, shape: Sequence[int], *, key: str | None = None) -> int:
     """Return the number of values of a tensor, as ``n_elements`` does; of packed ones, how many bytes they take."""
-    return n_elements(dtype, shape) // dtype.elements_per_value
+    return n_elements(dtype, shape, key=key) // dtype.elements_per_value
 
 
-def _refused(dtype: DType, shape: Sequence[int], expected: str, found: str) -> InvalidInputError:
+def _refused(dtype: DType, shape: Sequence[int], key: str | None, expected: str, found: str) -> InvalidInputError:
     return InvalidInputError(
         f"a tensor of dtype {dtype.name} and shape {shown(list(shape))} cannot be stored",
+        key=key,
         expected=expected,
         found=found,
     )

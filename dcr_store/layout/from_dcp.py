@@ -49,8 +49,16 @@ def maps_of_dcp(metadata: Metadata) -> Chunks:
     Raises
     ------
     InvalidInputError
-        If a tensor's dtype has no map, or its chunks leave it, overlap, or leave holes; names the tensor.
+        If it is no metadata, or a tensor's dtype has no map, or its chunks leave it, overlap, or leave holes; names the
+        tensor.
     """
+    if not hasattr(metadata, "state_dict_metadata"):
+        raise InvalidInputError(
+            "is no metadata of a distributed checkpoint; read it first, with FileSystemReader(path).read_metadata()",
+            key="metadata",
+            expected="a Metadata",
+            found=type(metadata).__name__,
+        )
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     maps: dict[str, tuple[AffineMap, ...]] = {}
     others: list[str] = []

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from dcr_store.errors import InvalidInputError
 from dcr_store.layout.affine_map import AffineMap
 from dcr_store.layout.slices import flattened, padded, part, reshaped
 from dcr_store.layout.tensors import name_of_torch_dtype
+
+_READ: Final = (
+    *("data", "dtype", "local_shape", "global_shape", "global_offset", "prepend_axis_num"),
+    "allow_shape_mismatch",
+)
 
 
 class ShardedTensor(Protocol):
@@ -80,7 +85,7 @@ def map_of_megatron(sharded: ShardedTensor, canonical_shape: Sequence[int] | Non
     The map leads to the global tensor with its leading axes. Where canonical tensors are those of single layers or
     experts, ``map.then({key: slices.stacked(…)})`` leads on to them.
     """
-    _require_tensor(sharded)
+    _require_tensor(sharded, *_READ)
     key = sharded.key
     local, full, offsets = (
         [int(n) for n in numbers] for numbers in (sharded.local_shape, sharded.global_shape, sharded.global_offset)
@@ -120,6 +125,7 @@ def map_of_megatron(sharded: ShardedTensor, canonical_shape: Sequence[int] | Non
 
 def is_main_replica(sharded: ShardedTensor) -> bool:
     """Return whether this rank is the one of those with the same slice that Megatron would have save it."""
+    _require_tensor(sharded, "replica_id")
     replica = sharded.replica_id
     ids = list(replica) if isinstance(replica, Sequence) else [replica]
     if any(not isinstance(number, int) or number < 0 for number in ids):
@@ -127,17 +133,14 @@ def is_main_replica(sharded: ShardedTensor) -> bool:
     return not any(ids)
 
 
-def _require_tensor(sharded: ShardedTensor) -> None:
-    missing = [
-        name
-        for name in ("local_shape", "global_shape", "global_offset", "prepend_axis_num", "dtype")
-        if not hasattr(sharded, name)
-    ]
+def _require_tensor(sharded: ShardedTensor, *attributes: str) -> None:
+    """Refuse what lacks `attributes`: by its own key, or, of what has none, as the argument that it is."""
+    missing = [name for name in ("key", *attributes) if not hasattr(sharded, name)]
     if missing:
         raise InvalidInputError(
             "is no ShardedTensor; build factories first (apply_factories), and leave out ShardedObjects",
-            key=str(getattr(sharded, "key", None)),
-            expected=f"attributes {', '.join(missing)}",
+            key=str(getattr(sharded, "key", "sharded")),
+            expected=f"a ShardedTensor, which has {', '.join(missing)}",
             found=type(sharded).__name__,
         )
 

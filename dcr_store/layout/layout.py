@@ -206,7 +206,7 @@ class LayoutBuilder:
         self._check_new(name)
         row = dtype(dtype_name, key=name)
         start = self._ends[row.space]
-        size = n_elements(row, shape)
+        size = n_elements(row, shape, key=name)
         if aligned(start + size, row.space) > MAX_ELEMENTS:
             raise InvalidInputError(f"no room left for {size} elements in space {row.space}", key=name)
         entry = TensorEntry(name, row.name, tuple(shape), row.space, start, size)

@@ -3,7 +3,7 @@
 A map starts as a part of a canonical tensor (``whole``, ``part``, ``sharded``, ``flat_part``) and goes through what the
 framework does to make its own parameter of it (``concatenated``, ``stacked``, ``permuted``, ``reshaped``, ``narrowed``,
 ``padded``, ``flattened``). The functions after them are the usual parameters of tensor-parallel models, put together
-so. Pure; refuses shapes that do not fit with ``InvalidInputError``.
+so. Pure; refuses shapes that do not fit with ``InvalidInputError``, which names the tensors.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 from dcr_store.errors import InvalidInputError
-from dcr_store.layout.affine_map import AffineMap
+from dcr_store.layout.affine_map import MAX_TOLD, AffineMap
 from dcr_store.layout.boxes import Box, Dim, box
+from dcr_store.wording import first_of
 
 
 def strides_of(shape: Sequence[int]) -> list[int]:
@@ -101,10 +102,10 @@ def flat_part(name: str, dtype: str, shape: Sequence[int], start: int, stop: int
 
 def concatenated(maps: Sequence[AffineMap], dim: int = 0) -> AffineMap:
     """Return the map of slices concatenated along a dimension."""
-    first = maps[0]
+    first = _first(maps)
     n_dims = len(first.shape)
     if not -n_dims <= dim < n_dims:
-        raise InvalidInputError("there is no such dimension", expected=f"below {n_dims}", found=dim)
+        raise InvalidInputError("there is no such dimension", key=_names(*maps), expected=f"below {n_dims}", found=dim)
     dim %= n_dims
     shape = list(first.shape)
     shape[dim] = sum(mapped.shape[dim] for mapped in maps)
@@ -118,6 +119,7 @@ def concatenated(maps: Sequence[AffineMap], dim: int = 0) -> AffineMap:
         ]:
             raise InvalidInputError(
                 "slices of these shapes cannot be concatenated",
+                key=_names(mapped),
                 expected=f"{first.dtype} {list(first.shape)} but for dimension {dim}",
                 found=f"{mapped.dtype} {list(mapped.shape)}",
             )
@@ -134,7 +136,11 @@ def concatenated(maps: Sequence[AffineMap], dim: int = 0) -> AffineMap:
 
 def stacked(maps: Sequence[AffineMap], dim: int = 0) -> AffineMap:
     """Return the map of slices of one shape stacked along a new dimension."""
-    shape = maps[0].shape
+    shape = _first(maps).shape
+    if not -len(shape) - 1 <= dim <= len(shape):
+        raise InvalidInputError(
+            "there is no such dimension", key=_names(*maps), expected=f"at most {len(shape)}", found=dim
+        )
     at = dim % (len(shape) + 1)
     return concatenated([reshaped(mapped, [*shape[:at], 1, *shape[at:]]) for mapped in maps], at)
 
@@ -142,7 +148,9 @@ def stacked(maps: Sequence[AffineMap], dim: int = 0) -> AffineMap:
 def reshaped(mapped: AffineMap, shape: Sequence[int]) -> AffineMap:
     """Return the map of the slice in another shape of as many values."""
     if math.prod(shape) != math.prod(mapped.shape):
-        raise InvalidInputError("the slice cannot have this shape", expected=list(mapped.shape), found=list(shape))
+        raise InvalidInputError(
+            "the slice cannot have this shape", key=_names(mapped), expected=list(mapped.shape), found=list(shape)
+        )
     return AffineMap.of(mapped.dtype, shape, mapped.tensors, mapped.boxes)
 
 
@@ -150,7 +158,10 @@ def permuted(mapped: AffineMap, dims: Sequence[int]) -> AffineMap:
     """Return the map of ``slice.permute(dims)``."""
     if sorted(dims) != list(range(len(mapped.shape))):
         raise InvalidInputError(
-            "these are no permutation of the dimensions", expected=list(range(len(mapped.shape))), found=list(dims)
+            "these are no permutation of the dimensions",
+            key=_names(mapped),
+            expected=list(range(len(mapped.shape))),
+            found=list(dims),
         )
     shape = [mapped.shape[dim] for dim in dims]
     old = strides_of(mapped.shape)
@@ -167,9 +178,12 @@ def transposed(mapped: AffineMap) -> AffineMap:
 def narrowed(mapped: AffineMap, dim: int, start: int, n: int) -> AffineMap:
     """Return the map of ``slice.narrow(dim, start, n)``."""
     shape, offsets = list(mapped.shape), [0] * len(mapped.shape)
-    if not 0 <= start <= start + n <= shape[dim]:
+    if not -len(shape) <= dim < len(shape) or not 0 <= start <= start + n <= shape[dim]:
         raise InvalidInputError(
-            "the part leaves the slice", expected=f"within {shape}", found=f"{start}:{start + n} of dimension {dim}"
+            "the part leaves the slice",
+            key=_names(mapped),
+            expected=f"within {shape}",
+            found=f"{start}:{start + n} of dimension {dim}",
         )
     shape[dim], offsets[dim] = n, start
     view = boxes_between(shape, strides_of(shape), [0] * len(shape), strides_of(mapped.shape), offsets)
@@ -179,7 +193,9 @@ def narrowed(mapped: AffineMap, dim: int, start: int, n: int) -> AffineMap:
 def padded(mapped: AffineMap, shape: Sequence[int]) -> AffineMap:
     """Return the map of the slice with values that are nobody's appended in each dimension, up to `shape`."""
     if len(shape) != len(mapped.shape) or any(new < old for new, old in zip(shape, mapped.shape, strict=True)):
-        raise InvalidInputError("padding cannot make this smaller", expected=list(mapped.shape), found=list(shape))
+        raise InvalidInputError(
+            "padding cannot make this smaller", key=_names(mapped), expected=list(mapped.shape), found=list(shape)
+        )
     zeros = [0] * len(shape)
     return mapped.through(shape, boxes_between(mapped.shape, strides_of(shape), zeros, strides_of(mapped.shape), zeros))
 
@@ -188,8 +204,23 @@ def flattened(mapped: AffineMap, start: int, stop: int) -> AffineMap:
     """Return the map of ``slice.flatten()[start:stop]``."""
     n_local = math.prod(mapped.shape)
     if not 0 <= start <= stop <= n_local:
-        raise InvalidInputError("the range leaves the slice", expected=f"within {n_local}", found=f"{start}:{stop}")
+        raise InvalidInputError(
+            "the range leaves the slice", key=_names(mapped), expected=f"within {n_local}", found=f"{start}:{stop}"
+        )
     return mapped.through([stop - start], boxes_between([stop - start], [1], [0], [1], [start]))
+
+
+def _first(maps: Sequence[AffineMap]) -> AffineMap:
+    if not maps:
+        raise InvalidInputError(
+            "there are no slices to put together", key="maps", expected="one at least", found="none"
+        )
+    return maps[0]
+
+
+def _names(*maps: AffineMap) -> str | None:
+    """Return the tensors of slices, for an error."""
+    return first_of(list(dict.fromkeys(name for mapped in maps for name in mapped.tensors)), MAX_TOLD) or None
 
 
 # ---------------------------------------------------------------------- usual parameters
@@ -226,12 +257,12 @@ def sections(
         How much of dimension `dim` each section has; together all of it.
     """
     at = dim % max(len(shape), 1)
-    if not -len(shape) <= dim < len(shape) or sum(n_rows) != shape[at] or any(n % n_ranks for n in n_rows):
+    if not -len(shape) <= dim < len(shape) or sum(n_rows) != shape[at] or not _divide(n_rows, rank, n_ranks):
         raise InvalidInputError(
             "sections do not divide over the ranks",
             key=name,
-            expected=f"all of dimension {dim} of {list(shape)}, in multiples of {n_ranks}",
-            found=list(n_rows),
+            expected=f"all of dimension {dim} of {list(shape)}, in multiples of {n_ranks}, and a rank below",
+            found=f"{list(n_rows)}, rank {rank}",
         )
     full = whole(name, dtype, shape)
     parts, start = [], 0
@@ -250,9 +281,12 @@ def interleaved(tensors: Mapping[str, Sequence[int]], dtype: str, n_groups: int)
     one group.
     """
     for name, shape in tensors.items():
-        if shape[0] % n_groups:
+        if not shape or n_groups < 1 or shape[0] % n_groups:
             raise InvalidInputError(
-                "rows do not divide into groups", key=name, expected=f"a multiple of {n_groups}", found=shape[0]
+                "rows do not divide into groups",
+                key=name,
+                expected=f"rows, a multiple of {n_groups}",
+                found=list(shape),
             )
     grouped = [
         reshaped(whole(name, dtype, shape), [n_groups, shape[0] // n_groups, *shape[1:]])
@@ -284,11 +318,11 @@ def qkv(
         raise InvalidInputError("is none of the tensors", key=unknown[0], expected=sorted(tensors), found="in copied")
     if n_ranks <= n_groups or not copied:
         return _rank_of(interleaved(tensors, dtype, n_groups), rank, n_ranks)
-    n_each, rest = divmod(n_ranks, n_groups)
-    if rest or not 0 <= rank < n_ranks:
+    n_each, rest = divmod(n_ranks, max(n_groups, 1))
+    if n_groups < 1 or rest or not 0 <= rank < n_ranks:
         raise InvalidInputError(
             "groups do not divide over the ranks",
-            key=", ".join(tensors),
+            key=first_of(list(tensors), MAX_TOLD),
             expected=f"a multiple of {n_groups} ranks, and a rank below",
             found=f"rank {rank} of {n_ranks}",
         )
@@ -333,11 +367,16 @@ def padded_vocabulary(name: str, dtype: str, shape: Sequence[int], n_padded: int
 
 
 def _rank_of(mapped: AffineMap, rank: int, n_ranks: int) -> AffineMap:
-    n_each, rest = divmod(mapped.shape[0], n_ranks)
-    if rest or not 0 <= rank < n_ranks:
+    if not mapped.shape or not _divide(mapped.shape[:1], rank, n_ranks):
         raise InvalidInputError(
             "rows do not divide over the ranks",
-            expected=f"a multiple of {n_ranks}, a rank below",
-            found=f"{mapped.shape[0]}, rank {rank}",
+            key=_names(mapped),
+            expected=f"rows, a multiple of {n_ranks}, and a rank below",
+            found=f"{list(mapped.shape)}, rank {rank}",
         )
+    n_each = mapped.shape[0] // n_ranks
     return narrowed(mapped, 0, rank * n_each, n_each)
+
+
+def _divide(n_rows: Sequence[int], rank: int, n_ranks: int) -> bool:
+    return 0 <= rank < n_ranks and not any(n % n_ranks for n in n_rows)

@@ -89,6 +89,11 @@ def test_dtypes_without_maps_are_refused_by_name(dtype: Any) -> None:
     assert caught.value.key == "layers.0.w"
 
 
+def test_what_is_no_metadata_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"^metadata: .* found str\)$"):
+        maps_of_dcp("checkpoint")  # type: ignore[arg-type]
+
+
 def test_what_torch_saves_is_read(tmp_path: Path) -> None:
     from torch.distributed import checkpoint
 

@@ -165,6 +165,19 @@ def test_factories_and_objects_are_refused_by_name() -> None:
     assert caught.value.key == "layers.fc1"
 
 
+@pytest.mark.parametrize("read", [map_of_megatron, is_main_replica])
+def test_what_has_no_key_is_refused_as_the_argument_that_it_is(read: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"^sharded: is no ShardedTensor.* found ndarray") as caught:
+        read(np.zeros(3))
+    assert caught.value.key == "sharded"
+
+
+def test_a_dtype_without_a_map_is_refused_by_name() -> None:
+    with pytest.raises(InvalidInputError, match="dtype") as caught:
+        map_of_megatron(replace(sharded((1,), (1,), (0,)), dtype="torch.quint8"))
+    assert caught.value.key == "layers.w"
+
+
 @pytest.mark.parametrize("replica_id", [-1, (0, "0"), None])
 def test_replica_ids_that_are_none_are_refused(replica_id: Any) -> None:
     with pytest.raises(InvalidInputError, match="replica id"):

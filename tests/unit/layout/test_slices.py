@@ -220,6 +220,53 @@ def test_what_does_not_fit_is_refused(call: Any) -> None:
         call()
 
 
+W = slices.whole("w", "BF16", (4, 6))
+V = slices.whole("v", "BF16", (4, 5))
+GATED = {"gate": (4, 6), "up": (4, 6)}
+
+
+@pytest.mark.parametrize(
+    ("call", "key"),
+    [
+        (lambda: slices.column_parallel("q", "bfloat16", (64, 32), 0, 2), "q"),
+        (lambda: slices.whole("q", "BF16", (-1, 32)), "q"),
+        (lambda: slices.whole("q", "F4", (2, 32)), "q"),
+        (lambda: slices.sharded("q", "BF16", (4, 6), 2, 0, 2), "q"),
+        (lambda: slices.fused(GATED, "bf16", 0, 2), "gate"),
+        (lambda: slices.flat_part("w", "BF16", (4, 6), 0, 25), "w"),
+        (lambda: slices.concatenated([W], 2), "w"),
+        (lambda: slices.concatenated([W, V]), "v"),
+        (lambda: slices.concatenated([]), "maps"),
+        (lambda: slices.stacked([]), "maps"),
+        (lambda: slices.stacked([W], 3), "w"),
+        (lambda: slices.reshaped(slices.fused(GATED, "BF16", 0, 1), (3, 3)), "gate, up"),
+        (lambda: slices.permuted(W, (0, 0)), "w"),
+        (lambda: slices.narrowed(W, 0, 3, 2), "w"),
+        (lambda: slices.narrowed(W, 2, 0, 1), "w"),
+        (lambda: slices.padded(W, (3, 6)), "w"),
+        (lambda: slices.flattened(W, 0, 25), "w"),
+        (lambda: slices.sections("w", "BF16", (4, 6), (2, 2), 2, 2), "w"),
+        (lambda: slices.sections("w", "BF16", (4, 6), (2, 2), 0, 0), "w"),
+        (lambda: slices.interleaved({"q": (4, 6), "k": (3, 6)}, "BF16", 2), "k"),
+        (lambda: slices.interleaved({"q": (4, 6)}, "BF16", 0), "q"),
+        (lambda: slices.interleaved({"q": ()}, "BF16", 1), "q"),
+        (lambda: slices.qkv({"q": (4, 6), "k": (2, 6)}, "BF16", 2, 0, 4), "q, k"),
+        (lambda: slices.qkv({"q": (4, 6), "k": (2, 6)}, "BF16", 2, 0, 3, copied=["k"]), "q, k"),
+        (lambda: slices.qkv({"q": (4, 6), "k": (2, 6)}, "BF16", 0, 0, 2, copied=["k"]), "q, k"),
+        (lambda: slices.qkv(dict.fromkeys("abcd", (4, 6)), "BF16", 2, 0, 3), "a, b, c and 1 more"),
+        (lambda: slices.stacked_experts({f"e{i}": (4 + i, 6) for i in range(2)}, "BF16"), "e1"),
+        (lambda: slices.stacked_experts({}, "BF16"), "maps"),
+        (lambda: slices.padded_vocabulary("w", "BF16", (4, 6), 5, 0, 2), "w"),
+        (lambda: slices.padded_vocabulary("w", "BF16", (4, 6), 5, 0, 0), "w"),
+    ],
+)
+def test_errors_name_the_tensors(call: Any, key: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        call()
+    assert caught.value.key == key
+    assert str(caught.value).startswith(f"{key}: ")
+
+
 def test_documents_validate() -> None:
     schema = Path(__file__).parents[3] / "schema"
     found = {
