@@ -21,7 +21,7 @@ from dcr_store.layout.dtypes import DTYPES, dtype, n_values
 from dcr_store.layout.tensors import describe
 
 FORMAT: Final = "dcr-discovery"
-_VERSION: Final = 1  # of what is found: another one where `discover` finds anything else
+_VERSION: Final = 2  # of what is found: another one where `discover` finds anything else
 
 
 def request_of(slices: Slices | Sequence[Slices], key: str) -> str:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +23,12 @@ from dcr_store.layout.affine_map import AffineMap
 from dcr_store.layout.boxes import Box
 from dcr_store.layout.dtypes import DTYPES, Bits, n_elements, n_values
 from dcr_store.layout.read_off import read_off
-from dcr_store.layout.reasons import COMPUTED, explained
+from dcr_store.layout.reasons import COMPUTED, KEPT_BUT, MAX_RANGES, explained
 from dcr_store.layout.tensors import as_bits, describe, to_array
-from dcr_store.layout.trials import Digit, digits_of, n_digits, ordinary, same_values, trials, values_of
+from dcr_store.layout.trials import Digit, Kind, digits_of, kind_of, n_digits, ordinary, same_values, trials, values_of
 
 Slices = Mapping[str, Any]
 Export = Callable[[Any], Iterable[tuple[str, Any]]]
-
-_MAX_RANGES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +111,8 @@ class _Output:
         Which have none, and were the same in each trial; None: not known before the second one.
     first : ndarray of uintN
         What came out in the first trial.
+    lost : list of (str, ndarray of int64)
+        Which values had an origin until a trial of this kind.
     """
 
     dtype: str
@@ -121,12 +121,15 @@ class _Output:
     held: NDArray[np.int64] | None = None
     constants: NDArray[np.int64] | None = None
     first: Bits | None = None
+    lost: list[tuple[Kind, NDArray[np.int64]]] = field(default_factory=list)
 
-    def compare(self, bits: Bits, given: Bits | None) -> None:
+    def compare(self, kind: Kind, bits: Bits, given: Bits | None) -> None:
         """Keep the origins of those values that came out as they went in.
 
         Parameters
         ----------
+        kind : str
+            Of values.
         bits : ndarray of uintN
             What came out.
         given : ndarray of uintN or None
@@ -139,7 +142,10 @@ class _Output:
                 found if self.held is None else found[self.held], values_of(given, self.dtype)[numbers]
             )  # fmt: skip
             if not same.all():
-                self.origins[np.flatnonzero(~same) if self.held is None else self.held[~same]] = -1
+                others = np.flatnonzero(~same) if self.held is None else self.held[~same]
+                self.origins[others] = -1
+                if (own := kind_of(kind, self.dtype)) in KEPT_BUT:
+                    self.lost.append((own, others))
                 self.held = np.flatnonzero(self.origins >= 0)
         if self.first is None:
             self.first = bits.copy()
@@ -204,8 +210,8 @@ class _Discoverer:
     def run(self) -> Discovery:
         self._read_numbers()
         rng = np.random.default_rng(0)
-        for values in trials(sorted(self.n_of), self.n_of, rng):
-            self._compare(values)
+        for kind, values in trials(sorted(self.n_of), self.n_of, rng):
+            self._compare(kind, values)
         computed = [name for name, output in self.outputs.items() if output.has_computed]
         self.reasons = explained(self._again, self.n_of, computed) if computed else {}
         return self._result()
@@ -315,11 +321,11 @@ class _Discoverer:
             self._require_same(self.outputs.get(name), name, dtype, shape)
             yield name, dtype, bits
 
-    def _compare(self, values: Mapping[str, Bits]) -> None:
+    def _compare(self, kind: Kind, values: Mapping[str, Bits]) -> None:
         """Keep the origins of those values that come out as they went in."""
         for name, dtype, bits in self._again(values):
             if len(self.outputs[name].origins):
-                self.outputs[name].compare(bits, values.get(dtype))
+                self.outputs[name].compare(kind, bits, values.get(dtype))
 
     # ------------------------------------------------------------------ what it says
 
@@ -353,7 +359,7 @@ class _Discoverer:
         if output.held is None:
             there, numbers = np.arange(len(output.origins)), output.origins
         else:
-            if np.count_nonzero(np.diff(output.held) > 1) > _MAX_RANGES:
+            if np.count_nonzero(np.diff(output.held) > 1) > MAX_RANGES:
                 return None
             there, numbers = output.held, output.origins[output.held]
         mine = [source for source in self.sources if source.dtype == output.dtype and source.n_values]
@@ -374,9 +380,10 @@ class _Discoverer:
         return found
 
     def _residual(self, name: str, output: _Output) -> Iterator[Residual]:
-        reasons, which = self.reasons.get(name, ([COMPUTED], np.zeros(1, np.int64)))
         if output.held is None:
             return
+        reasons, which = self.reasons.get(name, ([COMPUTED], np.zeros(1, np.int64)))
+        reasons, which = _kept_but(output, reasons, which)
         kinds = np.where(output.origins >= 0, 0, np.where(output.is_constant, 1, 2 + which))
         edges = np.flatnonzero(np.diff(kinds, prepend=-1))
         for start, stop in itertools.pairwise([*edges.tolist(), len(kinds)]):
@@ -385,3 +392,16 @@ class _Discoverer:
                 if reason == COMPUTED and output.dtype not in self.n_of:
                     reason = f"cast: no slice has the dtype {output.dtype}"
                 yield Residual(name, start, stop, reason)
+
+
+def _kept_but(output: _Output, reasons: list[str], which: NDArray[np.int64]) -> tuple[list[str], NDArray[np.int64]]:
+    """Say of values without another reason what became of them last, if that is not too much to say."""
+    kinds = sorted({kind for kind, _ in output.lost})
+    if not kinds:
+        return reasons, which
+    further = which.copy()
+    for kind, lost in output.lost:
+        further[lost[which[lost] == 0]] = len(reasons) + kinds.index(kind)
+    if np.count_nonzero(np.diff(further)) > MAX_RANGES:
+        return reasons, which
+    return [*reasons, *(KEPT_BUT[kind] for kind in kinds)], further

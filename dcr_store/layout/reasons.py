@@ -5,7 +5,7 @@ Found by a few runs more, on numbers; says less rather than something that may b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import ml_dtypes
@@ -14,12 +14,20 @@ from numpy.typing import NDArray
 
 from dcr_store.layout.dtypes import DTYPES, Bits, uint_dtype
 from dcr_store.layout.tensors import to_array
-from dcr_store.layout.trials import NO_DIGIT, Digit, constant, digits_of, n_digits, negated, ordinary
+from dcr_store.layout.trials import NO_DIGIT, Digit, Kind, constant, digits_of, n_digits, negated, ordinary
 
 Run = Callable[[Mapping[str, Bits]], Iterable[tuple[str, str, Bits]]]
 
 COMPUTED: Final = "computed: other bits than any slice has"
-_MAX_RANGES: Final = 1000
+KEPT_BUT: Final[Mapping[Kind, str]] = {
+    "zeros": "computed: numbers are kept, but -0 becomes 0",
+    "smallest": "computed: numbers are kept, but not subnormal ones",
+    "largest": "computed: numbers are kept, but not the largest ones",
+    "infinite": "computed: numbers are kept, but not infinities",
+    "nan": "computed: numbers are kept, but NaNs change their bits, as by arithmetic, or a cast there and back",
+}
+"""Of values that came out as they went in, until a trial of this kind."""
+MAX_RANGES: Final = 1000
 _ONE_OF_E8M0: Final = 127
 
 
@@ -48,7 +56,7 @@ def explained(
         for name, dtype, bits in run(constants):
             if name in probes:
                 probes[name].append(_real(dtype, bits))
-    casts = _casts(run, n_of, names)
+    casts, sums = _casts(run, n_of, names), _sums(run, n_of, {name: rows[:2] for name, rows in probes.items()})
     found = {}
     for name, (zero, one, two) in probes.items():
         with np.errstate(all="ignore"):
@@ -57,6 +65,9 @@ def explained(
             added = is_even & (step == 1) & (zero != 0)
             scaled = is_even & (zero == 0) & (step != 0) & (step != 1)
             by_others = (zero == 0) & (one != 0) & (two == 4 * one)
+            for claimed in (added, scaled, by_others):
+                # A sum of few may look like one value in all masks: not so all sums of as many.
+                claimed &= ~np.isin(one, one[sums[name] & claimed])
         reasons, which = [COMPUTED], np.zeros(len(zero), np.int64)
         for reason, where in (  # what is surer comes later: a product may be close to one of its factors
             *((f"cast: from {source}", is_cast) for source, is_cast in casts[name].items()),
@@ -67,9 +78,38 @@ def explained(
             if where.any():
                 which[where] = len(reasons)
                 reasons.append(reason)
-        if np.count_nonzero(np.diff(which)) > _MAX_RANGES:
+        if np.count_nonzero(np.diff(which)) > MAX_RANGES:
             reasons, which = [COMPUTED], np.zeros(len(zero), np.int64)
         found[name] = reasons, which
+    return found
+
+
+def _sums(
+    run: Run, n_of: Mapping[str, int], levels: Mapping[str, Sequence[NDArray[np.float64]]]
+) -> dict[str, NDArray[np.bool_]]:
+    """Return for each output which values come of several: neither as of zeros nor as of ones, of slices of both.
+
+    Parameters
+    ----------
+    levels : mapping of str to (ndarray of float64, ndarray of float64)
+        For each output, what came of zeros alone, and of ones alone.
+    """
+    found = {name: np.zeros(len(zero), bool) for name, (zero, _) in levels.items()}
+    masks, start = {}, 0
+    for dtype, n in n_of.items():
+        # Any two of the first 256 values differ in one of the eight masks; of others, nearly all.
+        octets = np.arange(start, start + n, dtype="<u8").view(np.uint8).reshape(-1, 8)
+        masks[dtype] = np.bitwise_xor.reduce(octets, 1)
+        start += n
+    for bit in range(8):
+        values = {}
+        for dtype, n in n_of.items():
+            is_one = np.repeat(masks[dtype] >> bit & 1, DTYPES[dtype].elements_per_value)
+            values[dtype] = np.where(is_one, _constant(dtype, n, 1), _constant(dtype, n, 0))
+        for name, dtype, bits in run(values):
+            if name in found:
+                (zero, one), shown = levels[name], _real(dtype, bits)
+                found[name] |= (shown != zero) & (shown != one)
     return found
 
 

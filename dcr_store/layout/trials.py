@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +15,9 @@ from dcr_store.layout.tensors import to_array
 
 _LARGEST_DIGIT: Final = 256  # BF16 has every integer up to it
 NO_DIGIT: Final = -(1 << 56)
+
+_Make = Callable[[str, int, np.random.Generator], Bits]
+_Then = Callable[[str, Bits], Bits]
 
 
 def values_of(bits: Bits, dtype: str) -> Bits:
@@ -120,27 +123,40 @@ def n_digits(n_values: int, base: int) -> int:
     return n
 
 
-def trials(dtypes: Sequence[str], n_of: Mapping[str, int], rng: np.random.Generator) -> Iterator[dict[str, Bits]]:
-    """Yield values for all slices, by dtype: such that no arithmetic leaves any value as it is in all of them.
+Kind = Literal["any", "ordinary", "zeros", "smallest", "largest", "infinite", "nan"]
+
+
+def trials(
+    dtypes: Sequence[str], n_of: Mapping[str, int], rng: np.random.Generator
+) -> Iterator[tuple[Kind, dict[str, Bits]]]:
+    """Yield values for all slices, by dtype, and their kind: no arithmetic leaves any value as it is in all of them.
 
     Whatever compares values, clips or rounds them, takes the larger, or adds a zero leaves some as they are in one run,
     and not in another, where each has the other sign, all its bits inverted, or is the largest, smallest, infinite or
     no number.
     """
-    for make, then in (
-        (ordinary, negated),
-        (ordinary, negated),
-        (_zeros, negated),
-        (_smallest, negated),
-        (_largest, negated),
-        (_infinite, negated),
-        (_signalling, negated),
-        (_any_bits, _inverted),
-        (_any_bits, _inverted),
-    ):
+    kinds: tuple[tuple[Kind, _Make, _Then], ...] = (
+        ("ordinary", ordinary, negated),
+        ("ordinary", ordinary, negated),
+        ("zeros", _zeros, negated),
+        ("smallest", _smallest, negated),
+        ("largest", _largest, negated),
+        ("infinite", _infinite, negated),
+        ("nan", _signalling, negated),
+        ("any", _any_bits, _inverted),
+        ("any", _any_bits, _inverted),
+    )
+    for kind, make, then in kinds:
         values = {dtype: make(dtype, n_of[dtype], rng) for dtype in dtypes}
-        yield values
-        yield {dtype: then(dtype, bits) for dtype, bits in values.items()}
+        yield kind, values
+        yield kind, {dtype: then(dtype, bits) for dtype, bits in values.items()}
+
+
+def kind_of(kind: Kind, dtype: str) -> Kind:
+    """Return of what kind a dtype's values are in a trial: not every one has signs and infinities."""
+    if not _sign(dtype):
+        return "any"
+    return "nan" if kind == "infinite" and not _has_infinities(dtype) else kind
 
 
 def _n_bits(dtype: str, n: int) -> tuple[int, np.dtype[Any]]:
@@ -164,6 +180,10 @@ def _float(dtype: str) -> np.dtype[Any]:
         else np.dtype("<f4" if dtype == "C64" else "<f8")
     )
     return found
+
+
+def _has_infinities(dtype: str) -> bool:
+    return not np.isnan(np.array([np.inf]).astype(_float(dtype)).astype(np.float64)[0])
 
 
 def ordinary(dtype: str, n: int, rng: np.random.Generator) -> Bits:
@@ -233,7 +253,7 @@ def _infinite(dtype: str, n: int, rng: np.random.Generator) -> Bits:
 
 def _signalling(dtype: str, n: int, rng: np.random.Generator) -> Bits:
     """Return NaNs that an operation would make quiet, of both signs; any bits where there are none."""
-    if not _sign(dtype) or np.isnan(np.array([np.inf]).astype(_float(dtype)).astype(np.float64)[0]):
+    if not _sign(dtype) or not _has_infinities(dtype):
         return _any_bits(dtype, n, rng)
     kind = _float(dtype)
     signed = _zeros(dtype, n, rng)

@@ -357,9 +357,55 @@ def test_reasons_name_what_happens() -> None:
         ("each", 32, 48, "added: 3"),
         ("scaled", 0, 16, "scaled: by other values"),
         ("mean", 0, 16, "computed: other bits than any slice has"),
-        ("same", 0, 16, "computed: other bits than any slice has"),
+        ("same", 0, 16, "computed: numbers are kept, but -0 becomes 0"),
         ("cut", 0, 16, "computed: other bits than any slice has"),
     ]
+
+
+def test_sums_are_not_called_scaled_or_added() -> None:
+    given_slices = {name: np.zeros((8, 6), np.float32) for name in ("w", "v")} | {"few": np.zeros(2, np.float32)}
+    found = discover(
+        lambda s: [
+            ("sum", s["w"].sum(0)),
+            ("pair", s["few"][:1] + s["few"][1:]),
+            ("both", s["w"] + s["v"]),
+            ("less", s["w"] * np.float32(3) - s["v"]),
+            ("mean", (s["w"] + s["v"]) / np.float32(2) + np.float32(1)),
+            ("dot", (s["w"] * s["v"]).sum(0)),
+            ("rows", np.concatenate([s["w"] * np.float32(4), s["w"] + s["v"]])),
+        ],
+        given_slices,
+    )
+    computed = "computed: other bits than any slice has"
+    assert [(part.tensor, part.start, part.stop, part.reason) for part in found.residual] == [
+        ("sum", 0, 6, computed),
+        ("pair", 0, 1, computed),
+        ("both", 0, 48, computed),
+        ("less", 0, 48, computed),
+        ("mean", 0, 48, computed),
+        ("dot", 0, 6, computed),
+        ("rows", 0, 48, "scaled: by 4"),
+        ("rows", 48, 96, computed),
+    ]
+
+
+def test_reasons_say_which_numbers_are_not_kept() -> None:
+    torch = pytest.importorskip("torch")
+    nans = "NaNs change their bits, as by arithmetic, or a cast there and back"
+    cases: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
+        "there and back": (lambda w: w.float().bfloat16(), torch.bfloat16, nans),
+        "times one": (lambda w: w * 1.0, torch.bfloat16, nans),
+        "wider": (lambda w: w.double().float(), torch.float32, nans),
+        "zero": (lambda w: w + 0, torch.bfloat16, "-0 becomes 0"),
+        "clamped": (lambda w: w.clamp(-1e30, 1e30), torch.float32, "not the largest ones"),
+        "clean": (lambda w: torch.where(w.isinf(), 0, w), torch.float32, "not infinities"),
+        "flushed": (lambda w: torch.where(w.abs() < 1e-40, 0 * w, w), torch.float32, "not subnormal ones"),
+    }
+    for name, (made, dtype, words) in cases.items():
+        found = discover(lambda s, made=made: {"t": made(s["w"])}, {"w": torch.zeros(16, 16, dtype=dtype)})
+        assert [(part.start, part.stop, part.reason) for part in found.residual] == [
+            (0, 256, f"computed: numbers are kept, but {words}")
+        ], name
 
 
 def test_reasons_that_change_too_often_are_one() -> None:
