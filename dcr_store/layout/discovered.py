@@ -16,7 +16,7 @@ from dcr_store.format.fields import Fields
 from dcr_store.layout.affine_map import AffineMap
 from dcr_store.layout.boxes import Box, Dim, box
 from dcr_store.layout.coverage import covered
-from dcr_store.layout.discovery import Discovery, Residual, Slices
+from dcr_store.layout.discovery import Discovery, Residual, Slices, ranks_of
 from dcr_store.layout.dtypes import DTYPES, dtype, n_values
 from dcr_store.layout.tensors import describe
 
@@ -34,10 +34,12 @@ def request_of(slices: Slices | Sequence[Slices], key: str) -> str:
     key : str
         Whatever says which exporter it is, of which model, in which version.
     """
-    ranks = [slices] if isinstance(slices, Mapping) else list(slices)
     rows = []
-    for mine in ranks:
-        described = [(name, *describe(name, tensor), isinstance(tensor, np.ndarray)) for name, tensor in mine.items()]
+    for mine in ranks_of(slices):
+        described = [
+            (name, *describe(name, tensor, may_be_meta=True), isinstance(tensor, np.ndarray))
+            for name, tensor in mine.items()
+        ]
         rows.append([[name, kind, list(shape), is_numpy] for name, kind, shape, is_numpy in described])
     told = {"alone": isinstance(slices, Mapping), "key": key, "ranks": rows, "version": _VERSION}
     return canonical.sha256(canonical.encode(told))
@@ -92,7 +94,7 @@ def from_bytes(data: bytes, slices: Slices | Sequence[Slices], request: str, key
             raise FormatError("names a tensor twice", key=row.key, found=row.text("name"))
         tensors[row.text("name")] = kind, tuple(row.counts("shape"))
     held: dict[str, list[Box]] = {name: [] for name in tensors}
-    maps = _read_maps(fields, [slices] if isinstance(slices, Mapping) else slices, tensors, held)
+    maps = _read_maps(fields, ranks_of(slices), tensors, held)
     residual = []
     for row in fields.objects("residual"):
         part = Residual(row.text("tensor"), row.count("start"), row.count("stop"), row.text("reason"))
@@ -127,7 +129,7 @@ def _read_maps(
     for index, (row, mine) in enumerate(zip(rows, ranks, strict=True)):
         place = Fields({"maps": row}, f"{fields.key}#maps/{index}")
         read = {item.text("name"): AffineMap.from_fields(item.object("map")) for item in place.objects("maps")}
-        described = {name: describe(name, tensor) for name, tensor in mine.items()}
+        described = {name: describe(name, tensor, may_be_meta=True) for name, tensor in mine.items()}
         expected = {name: found for name, found in described.items() if not DTYPES[found[0]].packed}
         found = {name: (mapped.dtype, mapped.shape) for name, mapped in read.items()}
         if found != expected or len(row) != len(read):

@@ -70,13 +70,15 @@ def discover(export: Export, slices: Slices | Sequence[Slices]) -> Discovery:
         Takes what `slices` is, of the same shapes and dtypes but other values; returns, or yields, pairs of canonical
         name and tensor, or returns a mapping. Must not keep or change what it is given.
     slices : mapping of str to tensor, or sequence of them
-        Those of one rank, or, where the exporter gathers from other ranks, of all. numpy arrays or torch tensors on
-        the CPU, of which only shapes and dtypes are used.
+        Those of one rank, or, where the exporter gathers from other ranks, of all. numpy arrays, or torch tensors on
+        any device, ``meta`` too: only shapes and dtypes are used. The exporter is given numpy arrays, or torch tensors
+        on the CPU.
 
     Raises
     ------
     InvalidInputError
-        If the exporter gives a name twice, no tensors, or other tensors in another run; names the tensor.
+        If the exporter gives a name twice, no tensors, or other tensors in another run; names the tensor. If `slices`
+        or what the exporter gives is something else.
     """
     return _Discoverer(export, slices).run()
 
@@ -189,17 +191,39 @@ def differs(export: Export, slices: Slices | Sequence[Slices], found: Discovery)
     return _Discoverer(export, slices).differs(found)
 
 
+def ranks_of(slices: Slices | Sequence[Slices]) -> Sequence[Slices]:
+    """Return the slices of each rank; ``InvalidInputError`` for what is neither one rank's nor a sequence of them."""
+    if isinstance(slices, Mapping):
+        return [slices]
+    found = type(slices).__name__
+    if isinstance(slices, Sequence) and not isinstance(slices, str):
+        others = [mine for mine in slices if not isinstance(mine, Mapping)]
+        if not others:
+            return slices
+        found = f"{type(others[0]).__name__} in it"
+    raise InvalidInputError(
+        "are no slices; make a mapping of pairs, with dict(…)",
+        key="slices",
+        expected="a mapping of names to tensors, or a list of one for each rank",
+        found=found,
+    )
+
+
 class _Discoverer:
     def __init__(self, export: Export, slices: Slices | Sequence[Slices]) -> None:
+        if not callable(export):
+            raise InvalidInputError(
+                "is no exporter", key="export", expected="a function of slices", found=type(export).__name__
+            )
         self.export = export
         self.is_alone = isinstance(slices, Mapping)
-        ranks: Sequence[Slices] = [slices] if isinstance(slices, Mapping) else slices
+        ranks = ranks_of(slices)
         self.n_ranks = len(ranks)
         self.sources: list[_Source] = []
         self.n_of: dict[str, int] = {}
         for rank, mine in enumerate(ranks):
             for name, tensor in mine.items():
-                dtype, shape = describe(name, tensor)
+                dtype, shape = describe(name, tensor, may_be_meta=True)
                 start = self.n_of.get(dtype, 0)
                 framework: Literal["numpy", "torch"] = "numpy" if isinstance(tensor, np.ndarray) else "torch"
                 self.sources.append(_Source(rank, name, dtype, shape, framework, start))
@@ -268,13 +292,17 @@ class _Discoverer:
         """Yield what the exporter gives, each tensor before the next is asked for: it may reuse its memory."""
         with np.errstate(all="ignore"):  # overflows are on purpose
             found = self.export(slices)
+            if isinstance(found, str) or not isinstance(found, Iterable):
+                raise _no_pairs(found)
             exported = iter(found.items() if isinstance(found, Mapping) else found)
         while True:
             with np.errstate(all="ignore"):
                 item = next(exported, None)
             if item is None:
                 return
-            yield item
+            if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
+                raise _no_pairs(item)
+            yield item[0], item[1]
 
     def _read_numbers(self) -> None:
         """Number all values of all slices, from 1, digit by digit, and read the numbers that come out."""
@@ -405,3 +433,12 @@ def _kept_but(output: _Output, reasons: list[str], which: NDArray[np.int64]) -> 
     if np.count_nonzero(np.diff(further)) > MAX_RANGES:
         return reasons, which
     return [*reasons, *(KEPT_BUT[kind] for kind in kinds)], further
+
+
+def _no_pairs(found: object) -> InvalidInputError:
+    return InvalidInputError(
+        "the exporter gives something else than names and tensors",
+        key="export",
+        expected="pairs of name and tensor, or a mapping",
+        found=type(found).__name__,
+    )

@@ -118,11 +118,14 @@ def as_bits(name: str, tensor: object) -> TensorBits:
     raise _no_tensor(name, tensor)
 
 
-def describe(name: str, tensor: object) -> tuple[str, tuple[int, ...]]:
-    """Return a tensor's dtype and shape, as `as_bits` does and with its errors, without reading its values."""
+def describe(name: str, tensor: object, *, may_be_meta: bool = False) -> tuple[str, tuple[int, ...]]:
+    """Return a tensor's dtype and shape, as `as_bits` does and with its errors, without reading its values.
+
+    With `may_be_meta`, of a meta tensor as well, which has no values.
+    """
     torch_module = sys.modules.get("torch")
     if torch_module is not None and isinstance(tensor, torch_module.Tensor):
-        return _describe_torch(name, tensor)
+        return _describe_torch(name, tensor, may_be_meta=may_be_meta)
     if isinstance(tensor, np.ndarray | np.generic):
         return _describe_numpy(name, tensor)
     raise _no_tensor(name, tensor)
@@ -152,8 +155,8 @@ def _describe_numpy(name: str, tensor: np.ndarray[Any, Any] | np.generic[Any]) -
     return dtype_name, tensor.shape
 
 
-def _describe_torch(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    problem = _torch_problem(tensor)
+def _describe_torch(name: str, tensor: torch.Tensor, *, may_be_meta: bool = False) -> tuple[str, tuple[int, ...]]:
+    problem = _torch_problem(tensor, may_be_meta=may_be_meta)
     if problem is not None:
         raise InvalidInputError(
             f"is {problem}", key=name, expected="a dense tensor", found=f"a torch tensor of dtype {tensor.dtype}"
@@ -203,7 +206,7 @@ def _torch_bits(name: str, tensor: torch.Tensor) -> TensorBits:
     return TensorBits(dtype_name, shape, bits, shares)
 
 
-def _torch_problem(tensor: torch.Tensor) -> str | None:
+def _torch_problem(tensor: torch.Tensor, *, may_be_meta: bool = False) -> str | None:
     import torch
 
     if torch.nn.parameter.is_lazy(tensor):
@@ -214,7 +217,7 @@ def _torch_problem(tensor: torch.Tensor) -> str | None:
         return f"sparse ({tensor.layout}); use to_dense()"
     if tensor.is_quantized:
         return "quantised; give its int_repr(), scales and zero points as tensors of their own"
-    if tensor.is_meta:
+    if tensor.is_meta and not may_be_meta:
         return "a meta tensor without data; load it first"
     if hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers hold their data elsewhere
         return f"a {type(tensor).__name__} without storage of its own; give to_local(), full_tensor() or its parts"

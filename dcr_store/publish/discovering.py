@@ -34,8 +34,9 @@ def discover(
         Takes what `slices` is, of the same shapes and dtypes but other values; returns, or yields, canonical names and
         tensors. Must not keep or change what it is given.
     slices : mapping of str to tensor, or sequence of them
-        Those of one rank, or, where the exporter gathers from other ranks, of all. numpy arrays or torch tensors on
-        the CPU, of which only shapes and dtypes are used.
+        Those of one rank, or, where the exporter gathers from other ranks, of all. numpy arrays, or torch tensors on
+        any device, ``meta`` too: only shapes and dtypes are used. The exporter is given numpy arrays, or torch tensors
+        on the CPU.
     cache : path, optional
         A directory, made if it is missing, with a file for each request: what was found for the same names, order,
         dtypes and shapes of slices and the same `key` is read from there, and the exporter is run once, on ordinary
@@ -47,8 +48,8 @@ def discover(
     Raises
     ------
     InvalidInputError
-        If the exporter gives a name twice, no tensors, or other tensors in another run; names the tensor. If only one
-        of `cache` and `key` is given.
+        If the exporter gives a name twice, no tensors, or other tensors in another run; names the tensor. If `slices`
+        or what the exporter gives is something else. If only one of `cache` and `key` is given.
     StorageError
         If the cache cannot be read or written.
     """

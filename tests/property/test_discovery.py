@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dcr_store
 from dcr_store.errors import InvalidInputError
 from dcr_store.layout import slices as slices_of
 from dcr_store.layout.affine_map import AffineMap
@@ -439,6 +441,55 @@ def test_an_exporter_may_return_a_mapping() -> None:
 def test_exporters_that_are_none_are_refused(export: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         discover(export, {"w": np.zeros(3, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("slices", "found"),
+    [
+        ([("w", np.zeros(3, np.float32))], "tuple in it"),
+        ([{"w": np.zeros(3, np.float32)}, np.zeros(3)], "ndarray in it"),
+        ({"w": np.zeros(3, np.float32)}.items(), "dict_items"),
+        (np.zeros(3, np.float32), "ndarray"),
+        ("w", "str"),
+    ],
+)
+def test_what_are_no_slices_is_refused(slices: Any, found: str, tmp_path: Path) -> None:
+    for kept in ({}, {"cache": tmp_path, "key": "of a test"}):
+        with pytest.raises(InvalidInputError, match=rf"^slices: .*mapping of names to tensors.*found {found}\)"):
+            dcr_store.discover(lambda s: s, slices, **kept)
+
+
+@pytest.mark.parametrize(
+    ("export", "found"),
+    [
+        (lambda s: None, "NoneType"),
+        (lambda s: "w", "str"),
+        (lambda s: s["w"], "float32"),
+        (lambda s: list(s), "str"),
+        (lambda s: [(1, s["w"])], "tuple"),
+        (lambda s: [("w", s["w"], 1)], "tuple"),
+        ({"w": 1}, "dict"),
+    ],
+)
+def test_what_are_no_names_and_tensors_is_refused(export: Any, found: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"^export: .*found {found}\)"):
+        discover(export, {"w": np.zeros(3, np.float32)})
+
+
+def test_meta_tensors_say_the_shapes(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    def export(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"w": torch.cat([rank["w"] for rank in ranks])}
+
+    given_slices = [{"w": torch.zeros(4, 3, dtype=torch.bfloat16)} for _ in range(2)]
+    meta = [{name: tensor.to("meta") for name, tensor in mine.items()} for mine in given_slices]
+    wanted = discover(export, given_slices)
+    assert wanted.maps[1]["w"].n_values == 12
+    assert discover(export, meta) == wanted
+    for slices in (meta, given_slices, meta):
+        assert dcr_store.discover(export, slices, cache=tmp_path, key="of a test") == wanted
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_an_exporter_changes_in_place_does_not_count() -> None:
