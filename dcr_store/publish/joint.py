@@ -59,6 +59,22 @@ class SliceTransaction(Ending):
 
     Leaving it as a context manager without an exception commits it, or, for a writer that did not begin it, seals and
     waits for the outcome. An exception aborts it for all writers.
+
+    Attributes
+    ----------
+    line : str
+    version : str
+        Which one this will be, as ``line@number``.
+    txid : str
+        Of the transaction: by it others join this one and no other.
+    attempt : int
+        How often the transaction was taken up again; a writer seals for an attempt.
+    writer : str
+        The name of this one.
+    is_committer : bool
+        Whether it began the transaction, or took it up, and commits for all.
+    layout : Layout
+        Names, dtypes, shapes and addresses of the version's tensors.
     """
 
     def __init__(
@@ -126,7 +142,7 @@ class SliceTransaction(Ending):
             keep=False,
             bound=earlier,
         )
-        self._writer = SliceWriter(partitions, self.layout, self, is_anchor=self._base is None, expected=expected)
+        self._writer = SliceWriter(partitions, self.layout, self._heal, is_anchor=self._base is None, expected=expected)
 
     def _expected(self, slices: Sequence[AffineMap]) -> dict[tuple[str, int], int]:
         found: dict[tuple[str, int], int] = {}
@@ -202,7 +218,7 @@ class SliceTransaction(Ending):
             self._used[part.key] = bits
             self._writer.write(part.key, bits, part.local, is_residual=part.is_residual)
 
-    def heal(self, bits: SliceBits, index: int) -> None:
+    def _heal(self, bits: SliceBits, index: int) -> None:
         """Read a piece of the baseline from the store again; called from workers' threads."""
         self._baseline.heal(self._catalog, bits, index)
 

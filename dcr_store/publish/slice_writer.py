@@ -9,10 +9,10 @@ what is more than was announced.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,11 +44,8 @@ _N_TRIES: Final = 3
 _PLAIN_SHARE: Final = 64  # of a chunk: so many pieces in one, and more, are encoded together
 
 
-class Healer(Protocol):
-    """What brings a piece of a baseline that drifted back to its base."""
-
-    def heal(self, bits: SliceBits, index: int) -> None:
-        """Read it from the store again."""
+Heal = Callable[[SliceBits, int], None]
+"""Brings a piece of a baseline that drifted back to its base; called from workers' threads."""
 
 
 @dataclass(slots=True)
@@ -79,7 +76,7 @@ class SliceWriter:
         self,
         partitions: PartitionWriter,
         layout: Layout,
-        healer: Healer,
+        heal: Heal,
         *,
         is_anchor: bool,
         expected: Mapping[tuple[str, int], int] | None,
@@ -88,7 +85,7 @@ class SliceWriter:
         self.chunk_elements = partitions.chunk_elements
         self.is_anchor = is_anchor
         self.n_changed = 0
-        self._healer = healer
+        self._heal = heal
         self._expected = expected
         self._occupied = {space: layout.occupied(space, self.chunk_elements) for space in SPACES}
         self._per_partition = _per_partition(expected, partitions)
@@ -145,7 +142,7 @@ class SliceWriter:
             found = compare_piece(bits.packed(index), int(bits.digests[index]), new)
             if found is not None:
                 return found
-            self._healer.heal(bits, index)
+            self._heal(bits, index)
         raise IntegrityError(
             f"the baseline's part of chunk {piece.chunk} of {piece.space} changes while it is used",
             expected="bits that stay",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_TOLD: Final = 5
+_WRAPPERS: Final = ("DistributedDataParallel", "DataParallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,18 @@ def held_of(
             expected="a plain module, or one with DTensors",
             found="FullyShardedDataParallel",
         )
+    if rename is not None and not callable(rename):
+        raise InvalidInputError(
+            "is no function of names; of a mapping give its get, which leaves out what is not in it",
+            key="rename",
+            expected="a function from names to names, or None to leave one out",
+            found=type(rename).__name__,
+        )
+    wrapped = tuple(
+        f"{path}.module." if path else "module."
+        for path, part in module.named_modules()
+        if any(base.__name__ in _WRAPPERS for base in type(part).__mro__)
+    )
     parameters = made_by or ("fully_shard" if "FSDPModule" in kinds else None)
     found: dict[str, tuple[Any, Maker | None]] = {}
     for key, tensor in module.state_dict(keep_vars=True).items():
@@ -177,6 +190,18 @@ def held_of(
                 key=key,
                 expected="a tensor",
                 found=type(tensor).__name__,
+            )
+        if not isinstance(name, str):
+            raise InvalidInputError(
+                "has no name by rename", key=key, expected="a name, or None to leave it out", found=type(name).__name__
+            )
+        if wrapped and name.startswith(wrapped):
+            raise InvalidInputError(
+                "is named by the wrapper of data parallelism; give what it wraps, its .module, or names without it by"
+                " `rename`",
+                key=key,
+                expected="a name without the wrapper's module",
+                found=name,
             )
         if "_orig_mod" in name.split("."):
             raise InvalidInputError(

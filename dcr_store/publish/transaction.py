@@ -22,6 +22,7 @@ from dcr_store.format.documents import CheckpointFile, ObjectRef
 from dcr_store.format.names import TransactionKeys, new_incarnation, version_name
 from dcr_store.layout.dtypes import Bits, shown, uint_dtype
 from dcr_store.layout.entry import name_problem
+from dcr_store.layout.from_dtensor import is_dtensor
 from dcr_store.layout.layout import Layout, LayoutBuilder, TensorEntry
 from dcr_store.layout.tensors import as_bits, memory_key
 from dcr_store.log.fold import OpenTransaction
@@ -146,6 +147,14 @@ class Transaction(Ending):
         problem = name_problem(name)
         if problem is not None:
             raise InvalidInputError(f"{shown(name)} cannot name a tensor: {problem}")
+        if is_dtensor(tensor):
+            raise InvalidInputError(
+                "is a DTensor, of which a rank has a part; publish the module from all ranks, with"
+                " dcr_store.publish.torch.publish_module, or write its full_tensor()",
+                key=name,
+                expected="a whole tensor",
+                found=type(tensor).__name__,
+            )
         data = as_bits(name, tensor)
         bits = data.bits
         self._require_new(name)

@@ -292,6 +292,8 @@ class Odd:
     [
         ("extra", {}, "_extra_state: is no tensor; leave it out with a `rename` that returns None"),
         ("extra", {"rename": lambda name: "one"}, "one: is the name of two entries.*bias too"),
+        ("extra", {"rename": {"weight": "w"}}, "rename: is no function of names; .* its get.*found dict"),
+        ("extra", {"rename": lambda name: 1}, "weight: has no name by rename .*found int"),
         ("fsdp1", {}, "module: a module of FSDP1 gathers .*fully_shard"),
         ("nothing", {}, "module: the module has no tensors"),
         ("text", {}, "module: is no module .*torch.nn.Module.*str"),
@@ -506,8 +508,32 @@ def test_what_is_no_store_or_has_names_of_a_wrapper_is_refused(store: Any) -> No
     for given in (wrapped, wrapped[0]):
         with pytest.raises(InvalidInputError, match=r"_orig_mod.weight: is named by .*; give module._orig_mod"):
             publish_module(store, given)
+    parallel = type("Ours", (type("DistributedDataParallel", (nn.Module,), {}),), {})()
+    parallel.module = module
+    for given, key in ((parallel, "module.weight"), (nn.Sequential(parallel), "0.module.weight")):
+        with pytest.raises(InvalidInputError, match=rf"^{key}: is named by .* give what it wraps, its \.module"):
+            publish_module(store, given)
+    assert store.lines() == []
     publish_module(store, wrapped[0], rename=lambda name: name.removeprefix("_orig_mod."))
+    publish_module(store, parallel, rename=lambda name: name.removeprefix("module."))
     assert list(store.read()) == ["weight"]
+    plain = nn.Module()
+    plain.module = module  # a name like another
+    assert list(store.read(publish_module(store, plain).version)) == ["module.weight"]
+
+
+def test_a_dtensor_is_not_written_as_a_tensor(store: Any) -> None:
+    import torch
+
+    class Placed(torch.nn.Parameter):
+        placements, device_mesh = (), None
+
+    with store.begin() as transaction:
+        with pytest.raises(
+            InvalidInputError, match=r"^w: is a DTensor.* with dcr_store\.publish\.torch\.publish_module"
+        ):
+            transaction.write("w", Placed(torch.zeros(2)))
+        transaction.write("w", torch.zeros(2))
 
 
 def test_the_advice_of_a_rank_that_waited_is_for_who_called(store: Any) -> None:
