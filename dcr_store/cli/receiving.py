@@ -49,8 +49,8 @@ def register(verbs: Verbs) -> None:
         choices=("published", "dcp"),
         metavar="FORMAT",
         default="published",
-        help="published: byte for byte as it was (default); of tensors, or a folder of torch.distributed.checkpoint, it "
-        "gives model.safetensors; dcp: a new folder for torch.distributed.checkpoint",
+        help="published: byte for byte as it was (default); of tensors, or a folder of torch.distributed.checkpoint, "
+        "it gives model.safetensors; dcp: a new folder for torch.distributed.checkpoint",
     )
     parser.add_argument(
         "--tensor",

@@ -28,6 +28,7 @@ KEPT_BUT: Final[Mapping[Kind, str]] = {
 }
 """Of values that came out as they went in, until a trial of this kind."""
 MAX_RANGES: Final = 1000
+_WINDOW: Final = 1 << 20
 _ONE_OF_E8M0: Final = 127
 
 
@@ -98,8 +99,11 @@ def _sums(
     masks, start = {}, 0
     for dtype, n in n_of.items():
         # Any two of the first 256 values differ in one of the eight masks; of others, nearly all.
-        octets = np.arange(start, start + n, dtype="<u8").view(np.uint8).reshape(-1, 8)
-        masks[dtype] = np.bitwise_xor.reduce(octets, 1)
+        masks[dtype] = np.empty(n, np.uint8)
+        for at in range(0, n, _WINDOW):
+            stop = min(at + _WINDOW, n)
+            octets = np.arange(start + at, start + stop, dtype="<u8").view(np.uint8).reshape(-1, 8)
+            np.bitwise_xor.reduce(octets, 1, out=masks[dtype][at:stop])
         start += n
     for bit in range(8):
         values = {}
