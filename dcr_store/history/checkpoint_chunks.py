@@ -44,7 +44,7 @@ class Mismatch:
 
 
 class CheckpointChunks:
-    """A checkpoint in a layout that it need not fit; satisfies ``ports.Source``.
+    """A checkpoint in a layout that it need not fit; satisfies ``ports.CopiedSource``.
 
     Tensors that it lacks, or has of another dtype or shape, are zeros. A chunk in which copies of a tied tensor differ
     reads as one that no version has.

@@ -48,7 +48,8 @@ class Identified:
     is_proven : bool
         Whether each bit was compared; else digests tell, which find faults, not forgeries.
     root : str or None
-        The state root of its weights, 64 hex digits; None where its tensors are not those of a version.
+        The state root of its weights, 64 hex digits; None where its tensors are not those of a version, or copies of a
+        tied one differ.
     versions : tuple of str
         All that have these weights, `version` first.
     expired : tuple of str

@@ -236,8 +236,7 @@ class LineLog(RecordLog[LineState, Record]):
     def abort_reason(self, pending: OpenTransaction) -> str | None:
         """Return why a transaction was aborted, None if it was not."""
         for seq in range(pending.seq + 1, self.state.length):  # until it ends, no other one begins
-            data = self._get(seq)
-            record = None if data is None else self.read_record(data, self._key(seq))
+            record = self._record(seq)
             if not isinstance(record, Resume):
                 return record.reason if isinstance(record, Abort) and record.txid == pending.txid else None
         return None
@@ -245,13 +244,16 @@ class LineLog(RecordLog[LineState, Record]):
     def ending_of(self, txid: str) -> str | None:
         """Say how a transaction ended, if one of the last records tells it."""
         for seq in reversed(range(max(0, self.state.length - _KEPT_RECORDS), self.state.length)):
-            data = self._get(seq)
-            record = None if data is None else self.read_record(data, self._key(seq))
+            record = self._record(seq)
             if isinstance(record, Abort) and record.txid == txid:
                 return f"it was aborted: {record.reason}"
             if isinstance(record, Commit) and record.txid == txid:
                 return f"it was committed as {version_name(self.line, record.version)}"
         return None
+
+    def _record(self, seq: int) -> Record | None:
+        data = self._get(seq)
+        return None if data is None else self.read_record(data, self._key(seq))
 
     def begin_of(self, row: VersionRow) -> Begin:
         """Read the record that began a version.
